@@ -48,6 +48,7 @@ Models as shards:
   `Precision` - dtypes of parameters and gradients, and codecs that are sent, by path; has a text
   `shards` - the namespace of what a rank holds
   `shards.map` - an elementwise function of all trained leaves
+  `shards.as_dtensors` - parts of this rank as the DTensors of a model, for `functional_call`
   `shards.Sharded` - a leaf: this rank's piece of a trained tensor
 
 Full parameters:

@@ -48,7 +48,7 @@ class GPTConfig:
 
 
 class Attention(nn.Module):
-    """Causal self-attention."""
+    """Causal self-attention; the rows of `qkv` are in the order of heads, so it may have a part."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -57,11 +57,10 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.dim, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, time, dim]
-        batch, time, dim = x.shape
-        heads = self.qkv(x).view(batch, time, 3, self.num_heads, dim // self.num_heads)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)  # each [batch, head, time, dim of a head]
+        heads = self.qkv(x).unflatten(2, (-1, 3, x.shape[2] // self.num_heads))
+        q, k, v = heads.permute(3, 0, 2, 1, 4)  # each [batch, head, time, dim of a head]
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(batch, time, dim))
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class GPTBlock(nn.Module):

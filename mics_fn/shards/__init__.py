@@ -139,6 +139,7 @@ from mics_fn.shards.opened import (
 )
 from mics_fn.shards.verbs import (
     LayoutOptions,
+    as_dtensors,
     check_tensor,
     gather,
     join_parts,
@@ -152,4 +153,4 @@ from mics_fn.shards.verbs import (
     unshard,
 )
 
-__all__ = ["Sharded", "map"]
+__all__ = ["Sharded", "as_dtensors", "map"]

@@ -479,6 +479,44 @@ def gather(shards: Tree, hierarchy: Any) -> Tree:
     return opened.build(_gathered(opened.data, opened.uses))
 
 
+def as_dtensors(full: Tree, like: Tree) -> Tree:
+    """The DTensors of a model, from this rank's parts as `gather`, `unshard` or `defer` gives them.
+
+    Args:
+      full: tree of this rank's parts.
+      like: the same tree of the model's own, such as `dict(model.named_parameters())`. Values are
+        not read; what is no DTensor there stays as it is in `full`.
+
+    Returns:
+      The tree, which `functional_call` of such a model takes. Nothing is fetched or copied. Its
+      gradients go on to a `defer(into=GradSum)`, or to pieces that are leaves of autograd.
+
+    Raises:
+      LeafError: inside `torch.func`, since DTensors do not go through it; or the trees differ, or a
+        part has another shape than that of the model.
+
+    Example:
+      >>> as_dtensors({"norm": torch.ones(2)}, {"norm": torch.zeros(2)})
+      {'norm': tensor([1., 1.])}
+    """
+    if _torch.inside_torch_func():
+        fix = "differentiate by defer(into=GradSum) and its backward, outside of torch.func"
+        raise LeafError("as_dtensors: DTensors do not go through torch.func", fix=fix)
+    leaves, spec = tree.flatten(full)
+    models, expected = tree.flatten(like)
+    if spec != expected:
+        raise LeafError(f"as_dtensors: {tree.first_mismatch(like, full, 'full')}, as in like")
+    for i, x in enumerate(models):
+        if _torch.is_dtensor(x):
+            part = _torch.local_of(x).shape
+            if leaves[i].shape != part:
+                text = f"as_dtensors: {tree.paths(full, 'full')[i]} is of {tuple(leaves[i].shape)}"
+                fix = "pass parts of this rank, as gather gives them, and the model they are of"
+                raise LeafError(f"{text}, and the model's part of {tuple(part)}", fix=fix)
+            leaves[i] = _torch.as_dtensor(leaves[i], x.device_mesh, x.placements)
+    return spec.unflatten(leaves)
+
+
 def _gathered(data: Sequence[Any], uses: Sequence[BucketUse]) -> list[Any]:
     """One full tensor per leaf of the tree, from the data of each leaf."""
     full, trained, frozen = list(data), list[BucketUse](), list[BucketUse]()

@@ -66,12 +66,16 @@ class ModuleBuffers:
       saved: the module's state dict, whose names tell which buffers are persistent.
 
     Raises:
-      LeafError: a buffer lies in the memory of a parameter, or is another view of a buffer.
+      LeafError: a buffer lies in the memory of a parameter, or is another view of a buffer; or it
+        is a DTensor.
     """
 
     def __init__(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], saved: Mapping
     ) -> None:
+        for name in filter(lambda name: _torch.is_dtensor(buffers[name]), buffers):
+            fix = "make it a frozen parameter, or the same plain tensor in each part"
+            raise LeafError(f"Trainer: buffer {name!r} is a DTensor", fix=fix)
         names, self.shared = [*params, *buffers], list[list[str]]()
         tensors = [*params.values(), *buffers.values()]
         for group in shards.overlaps(tensors):

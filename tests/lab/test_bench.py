@@ -131,6 +131,24 @@ def test_step_that_overlaps_hop_2(forked_bench: Callable) -> None:
 
 
 @pytest.mark.thorough
+def test_step_of_a_model_in_parts(forked_bench: Callable) -> None:
+    argv = ["step", "--mesh", "--rounds", "2", "--steps", "2", "--warmup", "1"]
+    figures, printed = forked_bench(*argv, *TINY, "--heads", "4", "--accumulate", "2")
+    found = {peer["name"]: peer for peer in figures["peers"]}
+    assert [*found] == ["keep", "zero3", "fsdp2", "fsdp2-keep"]
+    for peer in found.values():  # from the same parameters, with the same limit on the norm
+        assert peer["losses"] == pytest.approx(found["keep"]["losses"], rel=1e-5)
+        assert min(peer["losses"]) < peer["losses"][0]
+    assert f"{NUM_PARAMS:,} parameters, accumulate 2, cut over 2: 2 rounds" in printed
+
+
+def test_what_takes_no_model_in_parts_is_refused(capsys: pytest.CaptureFixture) -> None:
+    for ranks, peer, what in (("4", "ddp", "ddp"), ("5", "keep", "a world of 5")):
+        assert main(["bench", "step", "--mesh", "--ranks", ranks, "--peers", "keep", peer]) == 2
+        assert f"--mesh: {what} takes no model in parts" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
 def test_memory_of_a_peer_alone(forked_bench: Callable) -> None:
     argv = ["step", "--rss", "--ranks", "2", "--rounds", "1", "--steps", "1", "--peers", "zero3"]
     figures, printed = forked_bench(*argv, *TINY)

@@ -1,4 +1,4 @@
-"""Eleven schedules, reductions and optimizers that researchers wanted, each in a few lines.
+"""Twelve schedules, reductions, optimizers and models that researchers wanted, in a few lines each.
 
 They use public names only, and no rank does anything that the others do not. `test_recipes.py` has
 a slow twin of each.
@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
 import mics_fn as mf
 
@@ -257,3 +259,59 @@ def fourth_root(x: Tensor) -> Tensor:
     """The inverse fourth root of a positive matrix."""
     values, vectors = torch.linalg.eigh(x)
     return (vectors * values.pow(-0.25)) @ vectors.T
+
+
+# 12. A small Llama, cut over a dimension of a mesh by torch, and over MiCS groups
+
+
+class LlamaBlock(nn.Module):
+    """RMSNorm, rotary attention and SwiGLU; a rank that has a part of it has some of the heads."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.width = nn.RMSNorm(dim), nn.RMSNorm(dim), dim // heads
+        linear = partial(nn.Linear, bias=False)
+        self.q, self.k, self.v, self.out = (linear(dim, dim) for _ in range(4))
+        self.gate, self.up, self.down = (
+            linear(dim, 2 * dim),
+            linear(dim, 2 * dim),
+            linear(2 * dim, dim),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm1(x)
+        q, k, v = (
+            f(h).unflatten(-1, (-1, self.width)).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
+        attended = scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        h = self.norm2(x)
+        return x + self.down(silu(self.gate(h)) * self.up(h))
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Queries or keys, in which each pair of numbers is turned by an angle of its position."""
+    time, half = x.shape[-2], x.shape[-1] // 2
+    angles = torch.outer(torch.arange(time), 10_000.0 ** (-torch.arange(half) / half)).to(x)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+
+
+def make_llama(vocab: int, dim: int, heads: int, blocks: int) -> nn.Sequential:
+    """Tokens to logits."""
+    inner = [LlamaBlock(dim, heads) for _ in range(blocks)]
+    return nn.Sequential(nn.Embedding(vocab, dim), *inner, nn.RMSNorm(dim), nn.Linear(dim, vocab))
+
+
+def llama_in_parts(model: nn.Sequential, mesh: Any, optimizer: Any, **options: Any) -> mf.Trainer:
+    """A trainer on a mesh with dimensions "dp" and "tp", whose batches are equal along "tp"."""
+    up, down = ColwiseParallel(), RowwiseParallel()
+    plan = {**dict.fromkeys(("q", "k", "v", "gate", "up"), up), "out": down, "down": down}
+    for block in (x for x in model if isinstance(x, LlamaBlock)):
+        parallelize_module(block, mesh["tp"], plan)
+    groups = mf.make_groups(mesh["dp"].size(), mesh=mesh, model="tp")
+
+    def loss(model: Any, tokens: Tensor) -> Tensor:
+        return cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    return mf.Trainer(model, optimizer, groups, loss=loss, **options)

@@ -1,5 +1,6 @@
 """Each recipe against a slow twin: one process, full tensors, the batches of all ranks together."""
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from cases import Layout, groups_of, random
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import mics_fn as mf
 from mics_fn import tree
@@ -299,11 +301,39 @@ def shampoo(layout: Layout) -> None:
     close(run(trainer_of(groups, optimizer)), want, 1e-9)
 
 
+# 12: a Llama in parts
+
+
+def llama(layout: Layout) -> None:
+    torch.manual_seed(0)
+    plain = recipes.make_llama(11, dim=8, heads=4, blocks=2).double()
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    mesh = init_device_mesh("cpu", layout.sizes, mesh_dim_names=("dp", "tp"))
+    guard = mf.optim.Guard(max_norm=0.1)
+    trainer = recipes.llama_in_parts(
+        copy.deepcopy(plain), mesh, mf.optim.sgd(0.1), guard=guard, live_bytes=0
+    )
+    for step in range(STEPS):
+        tokens = torch.randint(0, 11, (4, 7), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        logits = plain(tokens[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        optimizer.step()
+        metrics: Any = trainer.step(tokens.chunk(2)[mesh["dp"].get_local_rank()])
+        assert abs(metrics.loss - loss) <= 1e-12
+        assert abs(metrics.grad_norm - norm) <= 1e-12
+    found = {k: getattr(x, "full_tensor", lambda x=x: x)() for k, x in trainer.state_dict().items()}
+    close(found, plain.state_dict())
+    trainer.groups.close()
+
+
 CASES: list[Any] = [
     *((own_policy, PAIR, "keep"), (own_policy, BOTH, "fsdp2"), (hybrid, PAIR)),
     *((permuted, Layout((2, 2), 4), (1, 0)), (every_second, BOTH), (int8, COPIES)),
     *((by_path, PAIR), (lamb, BOTH), (overlapped, BOTH), (own_collective, BOTH)),
-    (shampoo, BOTH),
+    *((shampoo, BOTH), (llama, BOTH)),
 ]
 
 

@@ -687,6 +687,7 @@ REFUSALS_INSIDE: dict[str, Callable[[Any, Setting], Any]] = {
     "load": lambda s, at: mf.checkpoint.load("/never", s, at.groups).state,
     "set": lambda s, at: mf.set(s, "w", 1.0, at.groups),
     "GradSum": lambda s, at: mf.defer(s, at.groups, mf.on_demand(), into=mf.GradSum()).params,
+    "as_dtensors": lambda s, at: mf.shards.as_dtensors(*[mf.gather(s, at.groups)] * 2),
     "GradSum.backward": lambda s, at: mf.GradSum().backward(mf.optim.global_norm(s, at.groups)),
     "Trainer.step": lambda s, at: at.trainer.step(mf.gather(s, at.groups)["w"][None, :2]).loss,
     "Trainer.eval": lambda s, at: at.trainer.eval(mf.gather(s, at.groups)["w"][None, :2]),

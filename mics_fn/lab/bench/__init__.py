@@ -18,6 +18,13 @@ parameters in 53 leaves.
 - On one H200, torch 2.11, a world of 1, and a model so small that it is host time alone: a step of
   `Trainer` takes 2.08 (2.07 to 2.29) of a plain loop, 1.69 of DDP and 0.72 of FSDP2.
   `python -m mics_fn bench step --ranks 1 --device cuda --dim 64 --peers keep plain ddp fsdp2`
+- A model cut over two ranks by torch (tensor parallel), with the norm of its gradients limited, two
+  data-parallel ranks with p = 2, and sizes at which it is host time alone: a step of `Trainer` is
+  0.77 and 0.78 of FSDP2 with the same model, and 0.85 and 0.84 where FSDP2 keeps what it gathered,
+  in two runs (0.48 to 2.10, on a machine that other work shared); with two buckets 0.79 of FSDP2.
+  With `live_bytes=0` it takes 1.50: leaves that are cut and copies have buckets of their own, which
+  are then fetched in turns. `python -m mics_fn bench step --mesh --dim 64 --rounds 15 --peers keep
+  zero3 least fsdp2 fsdp2-keep`
 - Bytes on each level over the formulas, on 2 nodes of 2 ranks: 1.0000 for p = 2 and p = 4.
   `python -m mics_fn bench bytes --ranks 4 --node-size 2 --partition-size 2` (or 4)
 - Bytes of codes over the formulas, and what leaves a node of two ranks in MB, beside values. p = 2,

@@ -11,7 +11,7 @@ from typing import Any
 
 from mics_fn.errors import PlanError
 from mics_fn.groups import Topology, plan_groups
-from mics_fn.lab.bench import alone, muon, step
+from mics_fn.lab.bench import alone, mesh, muon, step
 from mics_fn.lab.bench.step import DEFAULT_PEERS, LINKS, OVERLAP_PEERS, PEERS, StepConfig
 from mics_fn.lab.bench.turns import BenchTurns, num_ranks, on_ranks
 from mics_fn.lab.models import GPTConfig
@@ -82,6 +82,8 @@ def _add_step_flags(parser: argparse.ArgumentParser) -> None:
     text += f" a module that {LINKS} names sets it (default: as it is)"
     parser.add_argument("--rates", default="", help=text, metavar="RATE")
     _add_folder(parser)
+    text = f"cut the model over {mesh.PARTS} ranks, and limit the norm of its gradients"
+    parser.add_argument("--mesh", action="store_true", help=text)
     instead = parser.add_mutually_exclusive_group()
     text = "measure memory instead of time, with each peer in new processes"
     instead.add_argument("--rss", action="store_true", help=text)
@@ -148,8 +150,9 @@ def _of_ranks(
 def _step(args: argparse.Namespace, ranks: int) -> Measured:
     rate, args.steps = _read_rate(args.rates, args.steps)
     peers = tuple(dict.fromkeys(args.peers)) or (OVERLAP_PEERS if args.overlap else DEFAULT_PEERS)
-    how = {"peers": peers, "rate": rate, "overlap": args.overlap, "rss": args.rss}
-    how |= _of_ranks(args, args.rounds, ranks, [args.partition_size])
+    how: dict[str, Any] = {"peers": peers, "rate": rate, "overlap": args.overlap, "rss": args.rss}
+    how["parts"] = parts = mesh.PARTS if args.mesh else 1
+    how |= _of_ranks(args, args.rounds, ranks // parts, [args.partition_size])
     config = StepConfig(folder=args.folder, **how)
     step.check_peers(config, ranks)
     if config.rss:

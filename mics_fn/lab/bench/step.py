@@ -42,7 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 import mics_fn as mf
 from mics_fn.errors import PlanError
 from mics_fn.groups import Topology, placement, read_launch, valid_partition_sizes
-from mics_fn.lab.bench import turns
+from mics_fn.lab.bench import mesh, turns
 from mics_fn.lab.bench.turns import BenchPeer, BenchTurns, Laps
 from mics_fn.lab.models import Batch, GPTConfig, TrainingTask, join, load_text, loss_of, num_params
 from mics_fn.lab.ranks import launch
@@ -72,6 +72,7 @@ class StepConfig(TrainingTask):
         rate: of the links between nodes; "" leaves them as they are.
         overlap: measure also what is hidden behind hop 2.
         rss: measure memory instead, each peer in processes of its own.
+        parts: number of ranks over which a model is cut, and which have the same batches.
         live_buckets: for bytes, the budget for gathered parameters in units of the largest one, as
             peers have it; None keeps all.
     """
@@ -86,7 +87,18 @@ class StepConfig(TrainingTask):
     rate: str = ""
     overlap: bool = False
     rss: bool = False
+    parts: int = 1
     live_buckets: int | None = None
+
+    def make_model(self, device: Any = "cpu") -> Any:
+        """Make the initial model of every peer, cut over `parts`."""
+        model, over = super().make_model(device), self.device_mesh(device)
+        return model if over is None else mesh.parallelized(model, over["tp"])
+
+    def device_mesh(self, device: Any) -> Any:
+        """Return the mesh (replicate, shard, tp) of all ranks; None if no model is cut."""
+        p = self.partition_sizes[0]
+        return None if self.parts == 1 else mesh.mesh_of(torch.device(device).type, p)
 
 
 class Stage(NamedTuple):
@@ -101,7 +113,8 @@ class Stage(NamedTuple):
 
 def make_batches(config: StepConfig, device: torch.device, steps: int) -> list[list[Batch]]:
     """Make the batches of this rank, by step and micro-step."""
-    text, rank, micros = load_text(TEXT_BYTES), dist.get_rank(), range(config.accumulate)
+    text, micros = load_text(TEXT_BYTES), range(config.accumulate)
+    rank = dist.get_rank() // config.parts
     return [
         [join([config.batch(text, step, micro, rank)], device) for micro in micros]
         for step in range(steps)
@@ -123,9 +136,12 @@ def _trainer(
     """
     config = stage.config
     p = dist.get_world_size() if wide else config.partition_sizes[0]
-    groups = mf.make_groups(p, node_size=config.node_size, device=stage.device)
+    how: dict[str, Any] = {"node_size": config.node_size * config.parts, "device": stage.device}
+    if config.parts > 1:
+        how |= {"mesh": config.device_mesh(stage.device), "model": "tp"}
+    groups = mf.make_groups(p, **how)
     groups = stage.closing.enter_context(placement.place(groups, place) if place else groups)
-    how: dict[str, Any] = {"where": f"states=disk:{config.folder}"} if more == "on disk" else {}
+    how = {"where": f"states=disk:{config.folder}"} if more == "on disk" else {}
     if more == "overlapped":
         how = {"overlap_step": True, "guard": mf.optim.Guard(on_nonfinite="ignore")}
     trainer = make_trainer(config, groups, live, stage.precision, **how)
@@ -140,6 +156,8 @@ def make_trainer(
 ) -> mf.Trainer:
     """Make a trainer of the GPT with a budget of `live` buckets; None keeps all."""
     model = config.make_model(groups.device)
+    if config.parts > 1:
+        options["guard"] = mf.optim.Guard(max_norm=mesh.MAX_NORM)
     # A parameter that is larger than a bucket has a bucket of its own.
     largest = max(parameter.numel() for parameter in model.parameters())
     largest *= precision.formats("", torch.float32).compute.itemsize
@@ -180,8 +198,12 @@ def _fsdp2(stage: Stage, *, full: bool, keep: bool) -> BenchPeer:
     model = config.make_model(stage.device).to(formats.dtype)
     sizes = (n,) if full or n == 1 else (n // p, p)
     names = ("replicate", "shard")[-len(sizes) :]
-    mesh = init_device_mesh(stage.device.type, sizes, mesh_dim_names=names)
-    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": not keep}
+    over = config.device_mesh(stage.device)
+    if over is None:
+        over = init_device_mesh(stage.device.type, sizes, mesh_dim_names=names)
+    else:  # one replica has no dimension of replicas, as without parts
+        over = over["shard" if over["replicate"].size() == 1 else names]
+    options: dict[str, Any] = {"mesh": over, "reshard_after_forward": not keep}
     options["mp_policy"] = MixedPrecisionPolicy(formats.compute, formats.reduce)
     for block in model.blocks:
         fully_shard(block, **options)
@@ -212,6 +234,8 @@ def _torch_loop(
             loss = loss_of(model, batch)
             (loss / config.accumulate if last else loss).backward()
             losses.append(loss.detach())
+        if config.parts > 1:
+            mesh.clip(model.parameters())
         optimizer.step()
         # At the end, so that no gradients stay in memory between steps, as for every peer.
         optimizer.zero_grad(set_to_none=True)
@@ -228,18 +252,19 @@ class PeerKind(NamedTuple):
     alone: bool = True  # in a world of one
     together: bool = True
     mixed: bool = True  # takes a precision
+    cut: bool = False  # takes a model in parts
 
 
 PEERS = {
-    "keep": PeerKind(partial(_trainer, live=None), ours=True),
-    "zero3": PeerKind(partial(_trainer, live=2), ours=True),
-    "least": PeerKind(partial(_trainer, live=0), ours=True),
+    "keep": PeerKind(partial(_trainer, live=None), ours=True, cut=True),
+    "zero3": PeerKind(partial(_trainer, live=2), ours=True, cut=True),
+    "least": PeerKind(partial(_trainer, live=0), ours=True, cut=True),
     "wide-zero3": PeerKind(partial(_trainer, wide=True, live=2), ours=True, alone=False),
     "hpz": PeerKind(partial(_trainer, wide=True, live=2, place="hpz"), ours=True, alone=False),
     "overlap": PeerKind(partial(_trainer, live=None, more="overlapped"), ours=True, alone=False),
     "disk": PeerKind(partial(_trainer, live=None, more="on disk"), ours=True),
-    "fsdp2": PeerKind(partial(_fsdp2, full=False, keep=False)),
-    "fsdp2-keep": PeerKind(partial(_fsdp2, full=False, keep=True)),
+    "fsdp2": PeerKind(partial(_fsdp2, full=False, keep=False), cut=True),
+    "fsdp2-keep": PeerKind(partial(_fsdp2, full=False, keep=True), cut=True),
     "fsdp2-full": PeerKind(partial(_fsdp2, full=True, keep=False), alone=False),
     "ddp": PeerKind(_ddp, mixed=False),
     "plain": PeerKind(_plain, together=False, mixed=False),
@@ -273,6 +298,10 @@ def check_peers(config: StepConfig, world_size: int) -> None:
     if not fit:
         what = f"--peers {' '.join(config.peers)}: none is measured with {world_size} ranks"
         raise PlanError(what, fix=f"choose from {' '.join(fitting(PEERS, world_size))}")
+    others = [name for name in fit if config.parts > 1 and not PEERS[name].cut]
+    if others or world_size % config.parts:
+        what = f"--mesh: {[*others, f'a world of {world_size}'][0]} takes no model in parts"
+        raise PlanError(what, fix="leave that peer out, and launch pairs of ranks")
     others = [name for name in fit if not PEERS[name].ours]
     if config.overlap and others:
         raise PlanError(f"--overlap: {others[0]} has no timeline", fix="leave that peer out")
@@ -434,6 +463,7 @@ def render_step(figures: dict[str, Any], config: StepConfig) -> str:
         row += [turns.between(peer[x], ".2f" if x == "hidden" else ".4f") for x in hidden]
         rows.append([*row, f"{peer['processor']['median']:.4f}", f"{peer['largest_loss_gap']:.1e}"])
     links = f", links {config.rate}" if config.rate else ""
+    links = f", cut over {config.parts}{links}" if config.parts > 1 else links
     title = f"{_world(figures, config)}{links}: {config.turns}"
     legend = LEGEND.format(first=figures["first"]) + _HIDDEN * config.overlap
     legend += "".join(_OVER_FIRST.format(first=text) for text in several)
