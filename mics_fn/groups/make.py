@@ -124,6 +124,8 @@ def make_groups(
     if partition_size is None and len(sizes) == 2:
         partition_size = sizes[1]
     job, given["universes"] = tuple(chain.from_iterable(universes)), universes
+    if len(universes) > 1:  # one that takes another dimension for `model` meets the others, too
+        job = tuple(sorted(job))
     given["cut"] = "a function" if callable(cut) else cut
     chosen, served_by, problem = device_and_backend(device, mesh, backend)
     startup.own_failures(served_by, begun=started and "nccl" in dist.get_backend_config())
@@ -148,7 +150,8 @@ def make_groups(
         how: Any = {"plan": plan, "device": chosen, "mean_over": mean_over}
         if model is not None or stages is not None:
             how |= {"universes": universes, "cut": cut_rule(cut)}
-            how["parts"] = mesh[model].size() if model and mesh else 1
+            names: Any = mesh and mesh.mesh_dim_names
+            how["parts"] = mesh.size(names.index(model)) if model and mesh else 1
         state.recipe = partial(_create, **how)
         state.first = state.key
         return state.recipe(state, store, deadline)
