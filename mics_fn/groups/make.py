@@ -23,6 +23,7 @@ from mics_fn.errors import GroupsError, PeerFailed, PlanError, first_line, name_
 from mics_fn.groups import startup
 from mics_fn.groups.communicator import Comm, GroupState, check_fork, hooks
 from mics_fn.groups.groups import Groups, Hierarchy, Level, Model, Route
+from mics_fn.groups.lent import lend
 from mics_fn.groups.topology import FLAT, Plan, Topology, plan_groups
 from mics_fn.store import Channel, poll
 from mics_fn.threads import bounded
@@ -123,10 +124,9 @@ def make_groups(
     universe = next(x for x in universes if rank in x)
     if partition_size is None and len(sizes) == 2:
         partition_size = sizes[1]
-    job, given["universes"] = tuple(chain.from_iterable(universes)), universes
-    if len(universes) > 1:  # one that takes another dimension for `model` meets the others, too
-        job = tuple(sorted(job))
-    given["cut"] = "a function" if callable(cut) else cut
+    # In one order, so that a rank that takes another dimension for `model` meets the others.
+    job = tuple(sorted(chain(*universes)) if len(universes) > 1 else universe)
+    given["cut"], given["universes"] = "a function" if callable(cut) else cut, universes
     chosen, served_by, problem = device_and_backend(device, mesh, backend)
     startup.own_failures(served_by, begun=started and "nccl" in dist.get_backend_config())
     state = GroupState(job, rank, on_device=_torch.is_async(chosen), timeout_s=timeout_s)
@@ -149,15 +149,19 @@ def make_groups(
         plan = plan_groups(wired, wired.sizes[-1] if partition_size is None else partition_size)
         how: Any = {"plan": plan, "device": chosen, "mean_over": mean_over}
         if model is not None or stages is not None:
-            how |= {"universes": universes, "cut": cut_rule(cut)}
-            names: Any = mesh and mesh.mesh_dim_names
-            how["parts"] = mesh.size(names.index(model)) if model and mesh else 1
+            how |= {"universes": universes, "cut": cut_rule(cut)} | _parts(mesh, model, stages)
         state.recipe = partial(_create, **how)
         state.first = state.key
         return state.recipe(state, store, deadline)
     except BaseException:
         state.watch.close()
         raise
+
+
+def _parts(mesh: Any, model: str | None, stages: str | None) -> dict[str, Any]:
+    """How many parts there are, and the names of torch's groups among parts, and among stages."""
+    parts = mesh.size(mesh.mesh_dim_names.index(model)) if model else 1
+    return {"parts": parts, "lent": [_torch.name_in_mesh(mesh, dim) for dim in (model, stages)]}
 
 
 def _agreed(
@@ -312,6 +316,7 @@ def _create(
     universes: Sequence[tuple[int, ...]] = (),
     parts: int = 1,
     cut: Callable[[str], int | None] | None = None,
+    lent: Sequence[str] = (),
 ) -> Groups:
     """Create the groups that this rank is a member of, in the same order on every rank."""
     ranks = next((x for x in universes if state.rank in x), state.ranks)
@@ -337,11 +342,18 @@ def _create(
     partition = replace(partition, name="partition")  # in the ledger
     replicas, second = comm("replicas", rows), comm("replicas, second", rows)
     model = _model(comm, plan, universes, parts, ranks, position, cut) if cut else None
+    axes = zip(lent, (model.parts, model.stages), strict=True) if model else ()
+    lends = {name: own for name, own in axes if name and own.size > 1}
+    anew = dict[str, Comm]()
+    if state.key != state.first:  # those of the mesh may have ended in the middle of a call
+        anew = {name: comm(f"mesh {own.name}", own.ranks) for name, own in lends.items()}
     made = [comm for comm in made if comm.group]
     if store is not None:
         _make_all(state, store, made, deadline)
     if state.on_device:
         _warm_up(state, [comm for comm in made if comm.name != f"gather {FLAT}"], device)
+    for name, own in lends.items():
+        lend(name, own, anew.get(name))
     factor = 1.0 if mean_over is None else len(ranks) / mean_over
     more = {"grad_factor": factor, "names": plan.topology.names}
     replicas = replace(replicas, second=replace(second, name="replicas"))  # in the ledger

@@ -1,6 +1,7 @@
 """Models in parts: what is one step, what is drift, and what goes on after a fault."""
 
 import copy
+import time
 from typing import Any
 
 import in_parts
@@ -9,11 +10,14 @@ import torch
 import torch.distributed as dist
 from cases import same_bits
 from in_parts import RATE, batch_of, by_one_process, groups_in_parts, params_of, trainer_in_parts
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.errors import DesyncError, LostStateError, MicsError
-
+from mics_fn.errors import DesyncError, LostStateError, MicsError, PeerFailed
+from mics_fn.faults import same_replicas
 
 OPTIONS: dict[str, Any] = {
     "plain": {},
@@ -51,19 +55,19 @@ def test_three_steps_of_a_placement_are_those_of_one_process(ranks, scheme: str)
 # After a fault.
 
 
-def breaking(step: Any) -> None:
-    """Let this rank raise within a step, while its other part waits for it."""
+def broken(trainer: mf.Trainer, k: int, odd: int) -> None:
+    """A step in which one rank raises while its other part waits for it."""
     own, seen = in_parts.summed, [0]
 
     def fail(x: Any, groups: Any) -> Any:
         seen[0] += 1
-        if seen[0] == 2:
+        if seen[0] == 2 and dist.get_rank() == odd:
             raise ValueError("of one rank alone")
         return own(x, groups)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(in_parts, "summed", fail)
-        step()
+        step([trainer], k)
 
 
 def twins(p: int, stages: int = 1, **options: Any) -> list[mf.Trainer]:
@@ -94,14 +98,12 @@ def go_on(p: int, odd: int, stages: int) -> str:
     step(both, 0)
     before = trainer.groups
     with pytest.raises((ValueError, MicsError)) as caught:
-        if dist.get_rank() == odd:
-            breaking(lambda: step([trainer], 1))
-        else:
-            step([trainer], 1)
+        broken(trainer, 1, odd)
     text = f"{caught.value}"
     del caught
     trainer.reset()
-    assert trainer.groups is not before and trainer.groups.model.parts.size == 2
+    assert trainer.groups is not before
+    assert trainer.groups.model.parts.size == 2
     step([trainer], 1)
     step([twin], 1)
     same(trainer, twin)
@@ -159,6 +161,56 @@ def test_a_part_is_taken_from_its_replica_or_all_are_told(
     assert len({*texts}) == 1
 
 
+class Breaks(nn.Module):
+    """A layer that raises on one rank, while its other part waits for it in torch."""
+
+    on = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.on:
+            raise ValueError("of one rank alone")
+        return x
+
+
+def on_the_groups_of_a_mesh(p: int, odd: int, times: int) -> None:
+    """DTensors send over groups that torch made, which a reset makes anew."""
+    both: list[mf.Trainer] = []
+    for _ in range(2):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), Breaks(), nn.Linear(8, 4))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        groups = mf.make_groups(p, mesh=mesh, model="tp", timeout_s=20)
+        how: Any = {"loss": lambda model, x: model(x).square().mean()}
+        both.append(mf.Trainer(model, mf.optim.adamw(1e-2), groups, **how))
+    trainer, twin = both
+
+    def step(k: int, *trainers: mf.Trainer) -> None:
+        seed = 10 * k + twin.groups.position
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
+        for each in trainers:
+            each.step(x)
+
+    for k in range(0, 3 * times, 3):
+        step(k, *both)
+        began, Breaks.on = time.monotonic(), dist.get_rank() == odd
+        with pytest.raises((ValueError, PeerFailed), match="of one rank alone"):
+            step(k + 1, trainer)
+        assert time.monotonic() - began < 5, "at once, and not at a limit"
+        Breaks.on = False
+        trainer.reset()
+        step(k + 1, *both)
+        step(k + 2, *both)
+        same(trainer, twin)
+    for each in both:
+        each.groups.close()
+
+
+@pytest.mark.parametrize(("p", "odd", "times"), [(2, 3, 1), (1, 0, 2)])
+def test_a_reset_makes_groups_of_a_mesh_anew(ranks, p: int, odd: int, times: int) -> None:
+    ranks(4).run(on_the_groups_of_a_mesh, p, odd, times)
+
+
 # Drift, and options.
 
 
@@ -201,11 +253,11 @@ def no_drift() -> None:
     with groups_in_parts(1) as groups:
         trainer = trainer_in_parts(groups)
         state = trainer.state
-        state.buffers["own"] = torch.tensor(float(groups.model.parts.rank))
-        mf.faults.same_replicas(state, groups)
+        state.buffers["own"] = torch.tensor(float(dist.get_rank() % 2))  # its part
+        same_replicas(state, groups)
         state.buffers["own"] = torch.tensor(float(groups.position))
         with pytest.raises(DesyncError, match="state.buffers.own"):
-            mf.faults.same_replicas(state, groups)
+            same_replicas(state, groups)
 
 
 def test_a_buffer_may_differ_between_parts_and_not_between_replicas(ranks) -> None:
@@ -256,4 +308,5 @@ def other_options(what: str) -> str:
 def test_other_options_in_one_part_are_an_error_on_all_ranks(ranks, what: str, named: str) -> None:
     for text in ranks(4).run(other_options, what):
         assert text.startswith("DesyncError"), text
-        assert named in text and "rank 3" in text, text
+        assert named in text, text
+        assert "rank 3" in text, text
