@@ -28,7 +28,7 @@ from mics_fn.optim import Guard, Optimizer, StepTotals, TrainState, init_state, 
 from mics_fn.schedules import OnDemand, Schedule, keep_all, on_demand
 from mics_fn.threads import Commit
 from mics_fn.train import resuming, stepping
-from mics_fn.train.loop import DataPasses, count, showing, to_device
+from mics_fn.train.loop import DataPasses, count, showing, to_device, warn_of_other_batches
 from mics_fn.train.replicas import ReplicaSync, SyncState, every_step
 from mics_fn.train.stepping import Between, Judged, Program, RunState, StepMetrics, StepOptions
 from mics_fn.tree import Tree
@@ -640,6 +640,7 @@ class Trainer:
                 self._merge()
             if not member.compared:  # a state may have been put in its place since
                 faults.same_step(self.ahead, self.groups)
+                warn_of_other_batches(batch, home)
                 member.compared = True
             member.ready = None
             if spans.observers:

@@ -75,4 +75,25 @@ PLANTED = [
         "member.compared, member.begun = True, None",
         "train/test_trainer_reset.py -k told",
     ),
+    (
+        "buffers are compared between the parts of a model",
+        "faults/comparing.py",
+        "(x.home is None and home in whole)",
+        "x.home is None",
+        "train/test_reset_parts.py -k buffer_may",
+    ),
+    (
+        "parts that have other batches are not told",
+        _L,
+        "if len({*said}) > 1:\n        ranks",
+        "if len({*said}) > 2:\n        ranks",
+        "train/test_reset_parts.py -k other_batches",
+    ),
+    (
+        "a reset leaves calls undone in the groups of a mesh",
+        "groups/lent.py",
+        "lent.group = renewed.process_group()",
+        "pass",
+        "train/test_reset_parts.py -k anew",
+    ),
 ]
