@@ -32,11 +32,24 @@ leaves abandons them instead: that waits for nobody, and ranks that wait for thi
 come back after one, is on the page of the wing `faults`: a rank must not leave the block by an
 exception that is not a failure.
 
-Groups cover the data-parallel ranks only; tensor, pipeline and sequence parallelism stay outside.
-In such jobs, pass the data-parallel part of a `DeviceMesh` as `mesh=`, and shard the `to_local()`
-of parameters that are DTensors. Experts that live on fewer ranks have groups of their own, chosen
-per leaf: `make_groups(mesh=mesh["dp"], mean_over=n)`, where n is the number of all data-parallel
-ranks. If the other ranks of the world are a job of their own, pass `whole=True`.
+Models in parts: name the dimension of a `DeviceMesh` over which leaves are cut, by tensor or expert
+parallelism, and that of a pipeline's stages. The groups then cover all parts, so that norms,
+verdicts, comparisons, failures, `reset` and saves are of all of them; see [Note: models in parts]
+in `groups.py`.
+
+- of DTensors, as `parallelize_module` makes them: `make_groups(p, mesh=mesh["dp", "tp"],
+  model="tp")`; with cut leaves and collectives of its own also `cut="*.up.*: 0; *.down.weight: 1"`;
+- dense leaves on `make_groups(p)` and experts, by path, on `make_groups(p, mesh=mesh["dp", "ep"],
+  model="ep", cut="*: 0", mean_over=n)`;
+- stages of a pipeline on `make_groups(p, mesh=mesh, stages="pp")`, with the verbs: schedules are
+  torch's;
+- ranks that share a sequence are data-parallel ones, and `weight=` counts their valid tokens.
+
+The ranks of all parts get the batch of their data-parallel place. What each part has a copy of
+needs equal gradients in all of them, as DTensors give: hop 2 takes their mean, and the first step
+of a `Trainer` raises if they differ. Experts get tokens of other ranks: with `mean_over=n` their
+gradient is a mean over n ranks, those of the dense leaves. If the other ranks of the world are a
+job of their own, pass `whole=True`.
 
 For reductions of your own, `groups.without_replicas()` are groups of this rank's replica alone, and
 `groups.communicators` has each communicator by its purpose, on which `collectives` runs them.

@@ -275,6 +275,7 @@ class Hierarchy:
       channel: messages of its ranks through the store.
       pools: memory that verbs use again.
       agreed: what was compared before: digests of trees, and buckets that were gathered.
+      whole: whether it holds a whole model, and not one of its parts.
 
     Example:
       >>> hierarchy = make_groups(1).hierarchy
@@ -288,6 +289,7 @@ class Hierarchy:
     channel: Channel = field(default_factory=Channel)
     pools: Pools = field(default_factory=Pools)
     agreed: set = field(default_factory=set)
+    whole: bool = True
 
     @classmethod
     def of_one(cls, device: torch.device) -> "Hierarchy":
@@ -317,7 +319,7 @@ class Hierarchy:
         return self.route.size
 
     num_replicas = 1  # it knows no other replicas
-    independent = False
+    independent, model = False, None
 
     def home_of(self, cut: object) -> "Hierarchy":
         """Itself: leaves that are cut over a model and copies have the same partition groups."""

@@ -29,6 +29,9 @@ from mics_fn.store import Channel, poll
 from mics_fn.threads import bounded
 
 
+_APART = ("mesh", "ranks")  # arguments that ranks compare by what follows from them
+
+
 def make_groups(
     partition_size: int | None = None,
     *,
@@ -120,13 +123,13 @@ def make_groups(
     if spans.observers:
         spans.passing("start: make_groups")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
-    universes, sizes = universes_of(ranks, mesh, rank, world_size, model, stages)
-    universe = next(x for x in universes if rank in x)
+    universes, sizes, parts = universes_of(ranks, mesh, rank, world_size, model, stages)
+    universe = max(universes, key=lambda ranks: rank in ranks) if universes[1:] else universes[0]
     if partition_size is None and len(sizes) == 2:
         partition_size = sizes[1]
-    # In one order, so that a rank that takes another dimension for `model` meets the others.
-    job = tuple(sorted(chain(*universes)) if len(universes) > 1 else universe)
-    given["cut"], given["universes"] = "a function" if callable(cut) else cut, universes
+    job, rule = tuple(chain.from_iterable(universes)), None if cut is None else cut_rule(cut)
+    if len(universes) > 1:  # one that takes another dimension for `model` meets the others, too
+        job, given["universes"] = tuple(sorted(job)), universes
     chosen, served_by, problem = device_and_backend(device, mesh, backend)
     startup.own_failures(served_by, begun=started and "nccl" in dist.get_backend_config())
     state = GroupState(job, rank, on_device=_torch.is_async(chosen), timeout_s=timeout_s)
@@ -135,9 +138,9 @@ def make_groups(
     node = _node_of(rank, node_size, topology)
     if node_size is None and topology is None:
         given["node_size"] = f"found by {node.partition(' ')[0]}"
-    del given["mesh"], given["ranks"]
+    given["cut"] = "a function" if callable(cut) else cut
     given |= {"partition_size": partition_size, "device": chosen.type, "backend": served_by}
-    compared = {name: str(value) for name, value in given.items()}
+    compared = {name: str(value) for name, value in given.items() if name not in _APART}
     mine = startup.facts_of(compared, chosen, problem, node)
     deadline = time.monotonic() + timeout_s
     try:
@@ -147,9 +150,9 @@ def make_groups(
             _check_topology(topology, len(universe), node_size)
         wired = topology or Topology.of(len(universe), found)
         plan = plan_groups(wired, wired.sizes[-1] if partition_size is None else partition_size)
-        how: Any = {"plan": plan, "device": chosen, "mean_over": mean_over}
+        how: Any = {"plan": plan, "ranks": universe, "device": chosen, "mean_over": mean_over}
         if model is not None or stages is not None:
-            how |= {"universes": universes, "cut": cut_rule(cut)} | _parts(mesh, model, stages)
+            how |= {"universes": universes, **_parts(mesh, model, stages, parts, rule)}
         state.recipe = partial(_create, **how)
         state.first = state.key
         return state.recipe(state, store, deadline)
@@ -158,10 +161,10 @@ def make_groups(
         raise
 
 
-def _parts(mesh: Any, model: str | None, stages: str | None) -> dict[str, Any]:
-    """How many parts there are, and the names of torch's groups among parts, and among stages."""
-    parts = mesh.size(mesh.mesh_dim_names.index(model)) if model else 1
-    return {"parts": parts, "lent": [_torch.name_in_mesh(mesh, dim) for dim in (model, stages)]}
+def _parts(mesh: Any, model: Any, stages: Any, parts: int, rule: Any) -> dict[str, Any]:
+    """What `_create` takes for a model in parts; `lent` are names of torch's groups."""
+    lent = [_torch.name_in_mesh(mesh, dim) for dim in (model, stages)]
+    return {"parts": parts, "cut": rule or cut_rule(""), "lent": lent}
 
 
 def _agreed(
@@ -207,11 +210,12 @@ def universes_of(
     world_size: int,
     model: str | None = None,
     stages: str | None = None,
-) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], int]:
     """The global ranks of a job: those of each part of the model, by position, stage by stage.
 
     Returns:
-      They, and the sizes of the data-parallel dimensions of the mesh; () without a mesh.
+      They; the sizes of the data-parallel dimensions of the mesh, () without one; and the number
+      of parts.
 
     Raises:
       PlanError: they are not distinct ranks of the world, or this rank is not one of them; or the
@@ -220,16 +224,17 @@ def universes_of(
     if mesh is not None and ranks is not None:
         raise PlanError("make_groups: ranks= and mesh= are both given", fix="pass one")
     names = mesh.mesh_dim_names or () if mesh is not None else ()
-    over = [name for name in (stages, model) if name is not None]
+    over = [*filter(None, (stages, model))]
     if len({*over}) < len(over) or not {*over} <= {*names}:
         what = f"make_groups: model={model!r}, stages={stages!r}: the mesh has dims {names}"
         raise PlanError(what, fix="pass mesh=, with names of two of its dimensions")
-    sizes = tuple[int, ...]()
+    sizes, parts = tuple[int, ...](), 1
     if mesh is not None:
         # The tensor of a sub-mesh holds only the ranks that share this rank's other coordinates.
         first = [names.index(name) for name in over]
         rest = [i for i in range(mesh.ndim) if i not in first]
         sizes = tuple(mesh.size(i) for i in rest)
+        parts = mesh.size(names.index(model)) if model is not None else 1
         every = mesh.mesh.permute(*first, *rest).reshape(-1, prod(sizes)).tolist()
         if len(sizes) > 2:
             what = f"make_groups: no shard dimension in a mesh of dimensions {names}"
@@ -241,10 +246,10 @@ def universes_of(
     if len(known) < len(found) or rank not in known:
         what = f"make_groups: ranks={found} are not distinct ranks of a world of {world_size}"
         raise PlanError(what, fix="pass each rank of the job once, this one too")
-    return tuple(map(tuple, every)), sizes
+    return tuple(map(tuple, every)), sizes, parts
 
 
-def cut_rule(cut: str | Callable[[str], int | None] | None) -> Callable[[str], int | None]:
+def cut_rule(cut: str | Callable[[str], int | None]) -> Callable[[str], int | None]:
     """The dim along which a leaf is cut over the parts of a model, from its path; None for a copy.
 
     >>> rule = cut_rule("*.up.*: 0; *.down.weight: 1")
@@ -253,14 +258,13 @@ def cut_rule(cut: str | Callable[[str], int | None] | None) -> Callable[[str], i
     """
     if callable(cut):
         return cut
-    rules = [
-        clause.rpartition(":") for clause in filter(None, map(str.strip, (cut or "").split(";")))
-    ]
-    for pattern, _, dim in rules:
-        if not (pattern.strip() and dim.strip().isdecimal()):
-            what = f"make_groups: cut={cut!r} has no pattern, or no dim, in {pattern}:{dim}"
+    pairs = list[tuple[str, int]]()
+    for clause in filter(None, map(str.strip, cut.split(";"))):
+        pattern, _, dim = map(str.strip, clause.rpartition(":"))
+        if not (pattern and dim.isdecimal()):
+            what = f"make_groups: cut={cut!r} has no pattern, or no dim, in {clause!r}"
             raise PlanError(what, fix="write pattern: dim; as in '*.up.*: 0; *.down.weight: 1'")
-    pairs = [(pattern.strip(), int(dim)) for pattern, _, dim in rules]
+        pairs.append((pattern, int(dim)))
     return lambda path: next((dim for x, dim in reversed(pairs) if checks.matches(x, path)), None)
 
 
@@ -311,6 +315,7 @@ def _create(
     store: Any,
     deadline: float,
     plan: Plan,
+    ranks: tuple[int, ...],
     device: torch.device,
     mean_over: int | None,
     universes: Sequence[tuple[int, ...]] = (),
@@ -319,7 +324,6 @@ def _create(
     lent: Sequence[str] = (),
 ) -> Groups:
     """Create the groups that this rank is a member of, in the same order on every rank."""
-    ranks = next((x for x in universes if state.rank in x), state.ranks)
     position = ranks.index(state.rank)
     at = lambda positions: tuple(ranks[i] for i in positions)  # noqa: E731
     chunk, order = plan.chunk(position), at(plan.chunk_order(position))
@@ -358,9 +362,11 @@ def _create(
     more = {"grad_factor": factor, "names": plan.topology.names}
     replicas = replace(replicas, second=replace(second, name="replicas"))  # in the ledger
     shared = device, partition, channel
-    hierarchy = flat = Hierarchy(Route(levels, plan.coords(position), chunk, **more), *shared)
+    whole = model is None
+    route = Route(levels, plan.coords(position), chunk, **more)
+    hierarchy = flat = Hierarchy(route, *shared, whole=whole)
     if one_level is not levels:
-        flat = Hierarchy(Route(one_level, (chunk,), chunk, **more), *shared)
+        flat = Hierarchy(Route(one_level, (chunk,), chunk, **more), *shared, whole=whole)
     where = {"ranks": ranks, "rank": state.rank, "position": position, "device": device}
     comms = {"hierarchy": hierarchy, "flat": flat, "partition": partition, "replicas": replicas}
     known = {"timeout_s": state.timeout_s, "traffic": state.traffic, "state": state}

@@ -292,7 +292,9 @@ def judged(verb: str, found: Mapping[int, Any], *, universes: Sequence[Sequence[
         fix = "start one rank per device; to share one in a test, NCCL_HOSTID differs on each rank"
         lines = [f"{errors.name_ranks(users)} on {facts[users[0]].place}, {unit}"]
         raise GroupsError(f"{verb}: several ranks use one device", lines, fix)
-    sizes = {node_size_of({r: facts[r].node for r in ranks}) for ranks in universes or [facts]}
+    sizes = set[int]()
+    for ranks in universes or [facts]:
+        sizes.add(node_size_of({rank: facts[rank].node for rank in ranks}))
     if len(sizes) > 1:
         what = f"{verb}: nodes have unequal numbers of ranks of the parts of a model"
         raise errors.PlanError(what, fix="start equally many ranks of each part on each node")

@@ -387,6 +387,7 @@ def set(shards: Tree, path: str, value: Any, groups: Any) -> Tree:
     Memory: this rank's chunk of the leaf's bucket, a second time.
 
     Raises:
+      LeafError: the leaf is cut over parts of a model.
       LeafError: the value has another shape, its numbers do not fit the leaf's dtype (fractions for
         integers, True for a number) or its codes (what is not finite, or is negative in a second
         moment).
@@ -407,6 +408,9 @@ def set(shards: Tree, path: str, value: Any, groups: Any) -> Tree:
     with together("set", found.groups) as exchange:
         at = found.find(path)
         where = _described(found, at)
+        if getattr(getattr(found.all[at], "bucket", None), "cut", ()):
+            text = f"set: {found.paths[at]} is cut over the parts of a model"
+            raise LeafError(text, fix="shards.map changes this rank's piece of this rank's part")
         new = _fitting(f"set: {found.paths[at]}", found.all[at], value)
         text = repr(value)
         if isinstance(value, Tensor):

@@ -173,7 +173,7 @@ class Matrixwise:
         """The shape of each leaf as a stack of matrices, (number, *shape of one)."""
         check_matched(f"{self.verb}: stacked", list(self.stacked or ()), params.paths)
         return [
-            _form(self.verb, path, bucket, bucket.shapes[slot], self.stacked)
+            _form(self.verb, path, bucket, slot, self.stacked)
             for path, bucket, slot in zip(params.paths, *params.geometry[:2], strict=True)
         ]
 
@@ -229,18 +229,23 @@ class Matrixwise:
 
 
 def _form(
-    verb: str, path: str, bucket: Bucket, shape: tuple[int, ...], stacked: Mapping[str, int] | None
+    verb: str, path: str, bucket: Bucket, slot: int, stacked: Mapping[str, int] | None
 ) -> tuple[int, ...]:
     """A leaf as a stack of matrices, (number, *shape of one)."""
+    shape = bucket.shapes[slot]
     if not prod(shape):
         raise LeafError(f"{verb}: {path} of shape {shape} has no elements", fix=_OTHERS)
     if not bucket.whole:
         fix = "shard with whole=optimizer.whole; Trainer does, where it gets no params="
         raise LeafError(f"{verb}: {path} may be cut between ranks", fix=fix)
-    if stacked is None:
+    if stacked is None and not bucket.cut:
         return (1, *shape)
+    stacked = stacked or {}
     own = [number for pattern, number in stacked.items() if checks.matches(pattern, path)]
     number = own[-1] if own else prod(shape[:-2])
+    if bucket.cut and (own or bucket.cut[slot] >= len(shape) - 2):
+        what = f"{verb}: {path} of shape {shape} is one of the parts of a matrix, cut along dim"
+        raise LeafError(f"{what} {bucket.cut[slot]}", fix=_OTHERS)
     if len(shape) < 2 or number < 1 or prod(shape[:-1]) % number:
         what = f"{verb}: {path} of shape {shape} is no matrix, and no stack of {number}"
         raise LeafError(what, fix=_OTHERS)

@@ -18,7 +18,7 @@ from torch import Tensor
 from mics_fn import _torch, checks, shards, tree
 from mics_fn.collectives import levels
 from mics_fn.errors import LeafError, PlanError
-from mics_fn.groups import Comm, Home, fold_ranks
+from mics_fn.groups import Comm, Hierarchy, Home, fold_ranks
 from mics_fn.optim import columns, flat
 from mics_fn.optim.optimizers import Transform, from_update
 from mics_fn.shards import Bucket, GradStream, Sharded, is_leaf
@@ -262,6 +262,8 @@ def norm_problem(verb: str, homes: Iterable[Home]) -> PlanError | None:
     is refused.
     """
     homes = list(homes)
+    if any(isinstance(home, Hierarchy) and not home.whole for home in homes):
+        return PlanError(f"{verb}: a hierarchy has one part of the model", fix="pass its groups")
     sets = dict.fromkeys(map(frozenset, map(_RANKS, homes)))
     if len(sets) < 2 and all(map(WHOLE, homes)):
         return None

@@ -47,6 +47,9 @@ def require_groups(verb: str, groups: Any) -> None:
         raise GroupsError(f"{verb}: {what}", fix=fix)
 
 
+_MODEL = attrgetter("model")
+
+
 def homes_of(
     verb: str, groups: Any, like: Tree, root: str = "tree", kind: Any = Home, *, count: int = -1
 ) -> list[Any]:
@@ -82,7 +85,7 @@ def homes_of(
     for home in now.values():
         home.partition.check_open()
     found = list(map(now.__getitem__, found))
-    if any(getattr(home, "model", None) for home in now.values()):
+    if any(map(_MODEL, now.values())):
         leaves = tree.flatten(like, is_leaf)[0]
         cut = (getattr(x.bucket, "cut", ()) if is_leaf(x) else True for x in leaves)
         found = [home.home_of(own) for home, own in zip(found, cut, strict=True)]

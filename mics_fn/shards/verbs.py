@@ -221,9 +221,18 @@ def dim_of(verb: str, path: str, bare: str, leaf: Any, home: Groups) -> int | No
     Raises:
       LeafError: a DTensor lies on other ranks than the parts, or is not cut evenly along one dim.
     """
-    model = home.model
+    model, route = home.model, home.hierarchy.route
     if not _torch.is_dtensor(leaf):
-        return None if model is None or model.copies is None else model.cut(bare)
+        dim = None if model is None or model.copies is None else model.cut(bare)
+        if dim is not None and not 0 <= dim < getattr(leaf, "ndim", 0):
+            text = f"{verb}: {path} of {tuple(leaf.shape)} has no dim {dim}, along which it is cut"
+            raise LeafError(text, fix="say the right one in make_groups(cut=)")
+        if dim is None and model is not None and model.copies and route.grad_factor != 1.0:
+            text = f"{verb}: {path} is a copy on groups with mean_over="
+            raise LeafError(
+                text, fix="give such leaves groups of their own, over all of these ranks"
+            )
+        return dim
     places = [x for x in leaf.placements if not x.is_replicate()]
     ranks = leaf.device_mesh.mesh.flatten().tolist()
     fix = "distribute it over one dimension of the mesh, named in make_groups(mesh=, model=)"

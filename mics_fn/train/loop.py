@@ -41,8 +41,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, SequentialSampler
 
 from mics_fn import _torch, checks
-from mics_fn.collectives import checksum, levels, together
-from mics_fn.errors import GroupsError, LeafError, message, name_ranks
+from mics_fn.collectives import together
+from mics_fn.errors import GroupsError, LeafError, message
 from mics_fn.groups import Groups
 
 # Which samples a rank takes.
@@ -200,31 +200,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
         fix = "give each rank a sample in each step, as DataLoader(..., drop_last=True) does"
         raise LeafError("Trainer: the batch has no sample", fix=fix)
     return found
-
-
-def warn_of_other_batches(batch: Any, home: Groups) -> None:
-    """Warn if ranks that hold the parts of one model were given different batches.
-
-    Communication: 8 bytes over these ranks; none where each holds a whole model.
-    """
-    if home.model is None or home.model.parts.size == 1:
-        return
-    found: list[int] = []
-
-    def note(x: Any) -> Any:
-        if isinstance(x, Tensor) and x.layout == torch.strided and not (x.is_meta or x.is_nested):
-            found.append(int(checksum(_torch.local_of(x))))
-        return x
-
-    map_contents(note, batch)
-    mine = torch.tensor(hash(tuple(found)), device=home.device)
-    said = levels.collect(home.model.parts, mine, "batches of parts").tolist()
-    if len({*said}) > 1:
-        ranks = name_ranks(home.model.parts.ranks)
-        text = f"Trainer: {ranks} hold the parts of one model, and have different batches"
-        lines = ["with tensor parallelism the loss is then of no batch; said in the first step"]
-        fix = "draw samples by groups.position, as mf.sampler does, and not by the rank"
-        warnings.warn(message(text, lines, fix), stacklevel=4)
 
 
 def cut(batch: Any, parts: int) -> list[Any]:

@@ -6,6 +6,11 @@ replica steps on its own gradients for a while, and then all of them are merged.
 What `hop2` of a `Precision` says, such as `hop2=int8`, holds for gradients in `every_step` and for
 the outer gradients of `diloco`. `local_sgd` sends parameters, which are never coded, since rounding
 them would be an error in the model itself: there it has no effect.
+
+[Note: gradients of copies] Each part of a model computes the gradient of a copy by itself, and
+hop 2 takes the mean of these. That is right only if all are equal up to rounding. If the loss
+forgets to add up over the parts on its way back, or parts are given other batches, each has another
+gradient. So in its first step a `Trainer` compares a few elements of each of them between parts.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,9 +19,11 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import nn
 
 from mics_fn import checks, optim, shards, tree
-from mics_fn.collectives import together
+from mics_fn.collectives import collect_values, together
+from mics_fn.errors import DesyncError, message
 from mics_fn.tree import Tree
 
 # `ReplicaSync`: a policy that says when replicas are merged, and how; and what it carries.
@@ -393,3 +400,67 @@ def reduced_by(
 
     name = f"reduced_by({getattr(hop2, '__qualname__', type(hop2).__name__)})"
     return ReplicaSync(name, 1, False, init or (lambda _: ()), _no_sync, reduce=reduce)
+
+
+# Whether all parts of a model compute the same gradients of copies.
+
+_SAMPLES, _FAR, _SMALL = 16, 0.1, 1e-3
+
+
+class CopiesCheck:
+    """A block in which gradients of copies are seen; see [Note: gradients of copies].
+
+    Args:
+      params: tree of shards.
+      groups: those of the tree.
+    """
+
+    def __init__(self, params: Tree, groups: Any) -> None:
+        leaves, spec = tree.flatten(params, shards.is_leaf)
+        given = shards.homes_of("Trainer", groups, spec.unflatten([0] * len(leaves)))
+        pairs = zip(leaves, shards.homes_of("Trainer", groups, params), given, strict=True)
+        found = [(x.bucket, home) for x, own, home in pairs if own is not home]
+        self.homes = {bucket: home for bucket, home in found if bucket and bucket.trainable}
+        self._seen: dict[Any, torch.Tensor] = {}
+
+    def __enter__(self) -> None:
+        shards.pack.watchers.append(self._see)
+
+    def __exit__(self, *error: object) -> None:
+        shards.pack.watchers.remove(self._see)
+
+    def _see(self, bucket: shards.Bucket, full: torch.Tensor | None) -> None:
+        if full is not None and bucket in self.homes:
+            leaves = [x.reshape(-1) for x in shards.pack.split_full(bucket, full)]
+            few = [x[:: -(-x.numel() // _SAMPLES) or 1].double() for x in leaves]
+            now = torch.stack([nn.functional.pad(x, (0, _SAMPLES - len(x))) for x in few])
+            self._seen[bucket] = now + self._seen.get(bucket, 0)
+
+    def compare(self) -> None:
+        """Raise DesyncError on all ranks if parts have other gradients of a copy.
+
+        Communication: 128 bytes per leaf, over all ranks of a stage.
+        """
+        for home in dict.fromkeys(self.homes.values()):
+            mine = [x for x, own in self.homes.items() if own is home and x in self._seen]
+            if not mine:
+                continue
+            found = collect_values(home, torch.cat([self._seen[x] for x in mine]), stages=False)
+            rows = {rank: torch.tensor(x, dtype=torch.float64) for rank, x in found.items()}
+            least = _SMALL * max(float(x.norm(dim=1).max()) for x in rows.values())
+            names = [(x, slot) for x in mine for slot in range(len(x.shapes))]
+            for ranks in zip(*(x for x in home.universes if x[0] in rows), strict=True):
+                for other in ranks[1:]:
+                    a, b = rows[ranks[0]], rows[other]
+                    size = torch.maximum(a.norm(dim=1), b.norm(dim=1))
+                    odd = ((a - b).norm(dim=1) > _FAR * size) & (size > least)
+                    if odd.any():
+                        raise _unlike(*names[int(odd.int().argmax())], ranks[0], other)
+
+
+def _unlike(bucket: shards.Bucket, slot: int, first: int, other: int) -> DesyncError:
+    what = "Trainer: parts of the model have other gradients of a leaf that each has a copy of"
+    lines = [f"leaf {slot} of {bucket}, of shape {bucket.shapes[slot]}: ranks {first} and {other}"]
+    fix = "give all parts the same batch, and add up over the parts in backward where a cut leaf "
+    fix += "takes what copies gave; or say in make_groups(cut=) that it is cut"
+    return DesyncError(message(what, lines, fix))

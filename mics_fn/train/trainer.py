@@ -28,8 +28,8 @@ from mics_fn.optim import Guard, Optimizer, StepTotals, TrainState, init_state, 
 from mics_fn.schedules import OnDemand, Schedule, keep_all, on_demand
 from mics_fn.threads import Commit
 from mics_fn.train import resuming, stepping
-from mics_fn.train.loop import DataPasses, count, showing, to_device, warn_of_other_batches
-from mics_fn.train.replicas import ReplicaSync, SyncState, every_step
+from mics_fn.train.loop import DataPasses, count, showing, to_device
+from mics_fn.train.replicas import CopiesCheck, ReplicaSync, SyncState, every_step
 from mics_fn.train.stepping import Between, Judged, Program, RunState, StepMetrics, StepOptions
 from mics_fn.tree import Tree
 
@@ -66,7 +66,7 @@ def _quarter_of_memory(home: Groups) -> int:
     """A quarter of the memory of the rank that has least; the same number on all ranks."""
     found = _torch.total_memory(home.device)
     if not _torch.is_async(home.device):  # the ranks of a machine share its memory
-        found //= home.plan.topology.sizes[-1]
+        found //= home.plan.topology.sizes[-1] * len(home.universes)
     mine = torch.tensor(found // 4, dtype=torch.int64, device=home.device)
     return min(collect_values(home, mine).values())
 
@@ -301,9 +301,10 @@ class JobStep(Between):
 
     Args:
       trainer: the `Trainer`, before the step.
+      first: whether it is the first one on these groups.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, first: bool) -> None:
         sync, every = trainer.options.replica_sync, trainer.faults.check_replicas
         self.trainer, self.drift, self.commit = trainer, None, Commit()
         self.block, self.written = self.commit.block, trainer._put
@@ -315,12 +316,18 @@ class JobStep(Between):
             given = "Trainer", trainer.state, trainer.groups, names
             self.drift = faults.Comparison(*given, moments=not sync.independent)
         self.flag = _torch.abort_flag(device) if _torch.is_async(device) else None
+        self.copies = None
+        if first and trainer.options.home.model is not None and trainer.faults.check_replicas:
+            self.copies = CopiesCheck(trainer.ahead.params, trainer.groups)
+        self.watching = self.copies or nullcontext()
 
     def reduced(self, total: GradSum, state: RunState) -> RunState:
         """Compare replicas if that is due, and look at the last step if it was masked."""
         if self.drift is not None:
             total.wait()
             self.drift.finish()
+        if self.copies is not None:
+            self.copies.compare()
         check_masked(self.trainer)  # the guard counts steps in a row
         return self.trainer.run
 
@@ -638,17 +645,18 @@ class Trainer:
             home.partition.check_open()  # a state may be lost because they have failed
             if member.merges:  # as that of the last step was cut short
                 self._merge()
-            if not member.compared:  # a state may have been put in its place since
+            first = not member.compared
+            if first:  # a state may have been put in its place since
                 faults.same_step(self.ahead, self.groups)
-                warn_of_other_batches(batch, home)
                 member.compared = True
             member.ready = None
             if spans.observers:
                 spans.passing("step", self.state.step + 1)
-            job = JobStep(self)
+            job = JobStep(self, first)
             try:
                 torch.set_grad_enabled(True)
-                with job.commit, _deterministic() if self.deterministic else nullcontext():
+                exact = _deterministic() if self.deterministic else nullcontext()
+                with job.commit, job.watching, exact:
                     _, metrics = stepping.train_step(self.options, self.run, batch, job)
             except BaseException as error:
                 # Of this library it is raised before the last message of the step, or on all ranks.
@@ -794,7 +802,7 @@ class Trainer:
           PlanError, LeafError: the loader gives no batches, or none in a pass.
         """
         metrics, home, passes = list[StepMetrics](), self.options.home, self.passes
-        every = log_every if progress and home.position == 0 else 0
+        every = log_every if progress and home.rank == home.state.ranks[0] else 0
         with (
             reports_step(home.state, self.state.step + 1),  # of the loader, or of what is shown
             closing(passes.batches(loader, home.device, home.world_size)) as batches,

@@ -83,13 +83,6 @@ PLANTED = [
         "train/test_reset_parts.py -k buffer_may",
     ),
     (
-        "parts that have other batches are not told",
-        _L,
-        "if len({*said}) > 1:\n        ranks",
-        "if len({*said}) > 2:\n        ranks",
-        "train/test_reset_parts.py -k other_batches",
-    ),
-    (
         "a reset leaves calls undone in the groups of a mesh",
         "groups/lent.py",
         "lent.group = renewed.process_group()",
