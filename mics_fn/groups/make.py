@@ -28,7 +28,6 @@ from mics_fn.groups.topology import FLAT, Plan, Topology, plan_groups
 from mics_fn.store import Channel, poll
 from mics_fn.threads import bounded
 
-
 _APART = ("mesh", "ranks")  # arguments that ranks compare by what follows from them
 
 
