@@ -210,6 +210,32 @@ def groups_named(name: str | None) -> list[dist.ProcessGroup]:
     return [group for group, own in list(c10d._world.pg_names.items()) if name in (None, own)]
 
 
+# The calls of a process group that give something to wait for, in some release.
+GROUP_CALLS = (
+    *("allreduce", "allreduce_coalesced", "allgather", "allgather_coalesced", "_allgather_base"),
+    *("allgather_into_tensor_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base"),
+    *("reduce_scatter_tensor_coalesced", "broadcast", "gather", "scatter", "alltoall"),
+    *("alltoall_base", "send", "recv", "recv_anysource", "barrier"),
+)
+group_named: Callable[[str], Any] = c10d._resolve_process_group  # pyright: ignore
+
+
+def name_in_mesh(mesh: Any, dim: str | None) -> str:
+    """The name of torch's group along a dimension of a mesh; "" if it has none."""
+    with suppress(RuntimeError):
+        return mesh.get_group(dim).group_name if dim else ""
+    return ""
+
+
+def put_in_place(name: str, group: dist.ProcessGroup) -> None:
+    """Let torch find this process group under the name of another one, of the same ranks."""
+    own, world = group_named(name), c10d._world
+    for known in (world.pg_map, world.pg_group_ranks, world.pg_backend_config):
+        known[group] = known[own]  # pyright: ignore
+    c10d._unregister_process_group(name)  # pyright: ignore
+    c10d._register_process_group(name, group)  # pyright: ignore
+
+
 # Of torch's own pytree, which `torch.func` uses.
 register_node = torch_pytree.register_pytree_node
 

@@ -36,6 +36,10 @@ Its words:
   number of ranks reads the slices that overlap its part, and compares each.
 - Dense tensors are saved of every dtype that torch computes with, down to complex32 and float4.
   `save` refuses others, such as quantized ones, by name, and before a byte is written.
+- All ranks of a *model in parts* write one step; see [Note: parts are saved] in `saving`. It loads
+  in any number of parts that its leaves can be cut in evenly, also in none, and values of leaves
+  and moments are the same to the bit; codes load in as many parts. Stages of a pipeline load as as
+  many.
 - The *state* is equal on all ranks, up to who holds which piece; each rank adds an *extra*, where
   tensors that are its own belong. Leaves
   that are not trained, and are kept as codes, are saved as these codes, and load as these.
@@ -53,10 +57,11 @@ Checkpoints of others: `save_pretrained` writes what `from_pretrained` of transf
 tensors or DTensors, so that FSDP2 and torchtitan go on from it, with the optimizer if a
 `TrainState` is given; `load_shards` reads what these wrote, each rank only the chunks that overlap
 its part; `names=` takes off what names begin with. The ranks of the first replica write, (p-1)/p M
-travels, and a rank holds a file and twice a bucket. Such a directory is there as a whole or not at
-all, and nothing is overwritten. Nothing in one that is read is run: DCP's `.metadata` is a pickle,
-but its opcodes are read as a description, so it needs no trust. `trust=True` only allows names that
-lead out of the directory.
+travels, and a rank holds a file and twice a bucket. Of a model in parts whole leaves are written,
+by the ranks of all parts; stages of a pipeline are refused. Such a directory is there as a whole or
+not at all, and nothing is overwritten. Nothing in one that is read is run: DCP's `.metadata` is a
+pickle, but its opcodes are read as a description, so it needs no trust. `trust=True` only allows
+names that lead out of the directory.
 
   >>> shards = shard({"w": torch.ones(2, 3)}, groups)
   >>> save_dcp(f"{folder}/a", shards, groups, prefix="model.")

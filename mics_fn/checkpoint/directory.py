@@ -155,6 +155,23 @@ MAX_BYTES = 256 * 2**20
 SLICE_BYTES = 4 * 2**20
 DIGEST_BYTES = 64  # hexadecimal digits of sha256
 Form = tuple[str, tuple[int, ...]]  # of a tensor: the name of its dtype, and its full shape
+_PARTS = re.compile("(.*) in parts along ([0-9]{1,2})((?: of stage [0-9]+)?)", re.DOTALL)
+
+
+def whole_form(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], int | None]:
+    """Name and shape of the leaf that parts have been cut from, and the dim along which.
+
+    See [Note: parts are saved] in `checkpoint.saving`.
+
+    >>> whole_form("w in parts along 1", (2, 3, 4)), whole_form("w", (3, 8))
+    (('w', (3, 8), 1), ('w', (3, 8), None))
+    """
+    found = _PARTS.fullmatch(name)
+    if found is None or (dim := int(found[2])) + 1 >= len(shape):
+        return name, shape, None
+    count, sizes = shape[0], list(shape[1:])
+    sizes[dim] *= count
+    return found[1] + found[3], tuple(sizes), dim
 
 
 class Slice(NamedTuple):

@@ -1,10 +1,11 @@
 """Parameters on their way into files of others: in what order, and on which rank.
 
 Others keep whole tensors, while a rank has a piece of each. So the leaves are dealt to files of
-bounded size, and the files to the ranks of the first partition group. They gather what the files of
-one *round* need, one bucket after the other; each keeps what belongs to its file and drops the
-rest. Then all write at once. Other replicas do not take part, since between two synchronisations
-their values may be their own.
+bounded size, and the files to the ranks of the first partition group, of each part of the model.
+They gather what the files of one *round* need, one bucket after the other, and join the parts of
+one leaf after the other; each keeps what belongs to its file and drops the rest. Then all write at
+once. Other replicas do not take part, since between two synchronisations their values may be their
+own.
 
 `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`, flattened as torchtitan does,
 has `state.<parameter>.<moment>` for tensors and `param_groups.<parameter>.<option>` for options.
@@ -44,6 +45,7 @@ class Saved(NamedTuple):
     dtype: torch.dtype  # in the file
     bucket: int  # its number; -1 for a tensor that every rank has in full
     tree: int = 0  # of several trees with the same buckets
+    dim: int | None = None  # along which it is joined of parts
     also: tuple[str, ...] = ()  # its other names, if it is tied
 
     @property
@@ -117,7 +119,9 @@ def saved(
         what = f"{verb}: {key} is {data.dtype} in a bucket of {bucket.dtype}"
         raise LeafError(what, fix="write it from a tree that was sharded in that dtype")
     kind = dtype if dtype is not None and data.dtype.is_floating_point else data.dtype
-    return Saved(name, key, tuple(leaf.shape), kind, -1 if bucket is None else bucket.index, tree)
+    dim = bucket.cut[leaf.slot] if bucket is not None and bucket.cut else None
+    index = -1 if bucket is None else bucket.index
+    return Saved(name, key, tuple(leaf.shape), kind, index, tree, dim)
 
 
 def in_files(verb: str, leaves: Sequence[Saved], max_file_bytes: float | str) -> list[list[Saved]]:
@@ -148,12 +152,14 @@ def rounds(
       The number of a file, None if this rank writes none; and what is in it, by name.
 
     Communication: in the first partition group, an all-gather of each bucket once per round in
-      which it is needed; no other rank sends anything.
+      which it is needed, and one over the parts of the model of each leaf that is cut; no other
+      rank sends anything.
 
-    Memory: the tensors of one file, and a bucket twice. What a round gave is freed by the next.
+    Memory: the tensors of one file, and a bucket twice; of a model in parts a leaf twice besides.
+      What a round gave is freed by the next.
     """
-    writers = groups.plan.partition_groups[0]
-    here = writers.index(groups.position) if groups.position in writers else None
+    writers = _writers(groups)
+    here = writers.index(groups.rank) if groups.rank in writers else None
     for start in range(0, len(files), len(writers)):
         batch = files[start : start + len(writers)]
         mine = set(batch[here]) if here is not None and here < len(batch) else set()
@@ -163,9 +169,13 @@ def rounds(
             leaves = list(group)
             cut = {x.key: params[x.key] for x in leaves if shards.is_leaf(params[x.key])}
             full = shards.unshard(cut, groups.hierarchy)
-            for leaf in [each for each in leaves if each in mine]:
+            for leaf in leaves:
                 given = params[leaf.key]
                 x = full.pop(leaf.key, given)
+                if leaf.dim is not None:
+                    x = shards.join_parts(groups, given, x)
+                if leaf not in mine:
+                    continue
                 copy = x is given  # its memory may be that of others
                 kept[leaf.name] = x.detach().to("cpu", leaf.dtype, copy=copy).contiguous()
         yield (start + (here or 0) if mine else None), kept
@@ -174,6 +184,17 @@ def rounds(
 
 def _bucket_of(leaf: Saved) -> tuple[int, int]:
     return leaf.tree, leaf.bucket
+
+
+def _writers(groups: Groups) -> list[int]:
+    """The global ranks that write: of each part of the model those of its first replica."""
+    return [ranks[i] for ranks in groups.universes for i in groups.plan.partition_groups[0]]
+
+
+def _as_whole(leaf: Saved, parts: int) -> Saved:
+    """How a leaf is written if it is joined of parts."""
+    shape = [n * parts if i == leaf.dim else n for i, n in enumerate(leaf.shape)]
+    return leaf._replace(shape=tuple(shape))
 
 
 # The directory, which is there as a whole or not at all.
@@ -237,11 +258,16 @@ def export(
         if more is not None:
             others, leaves = more(leaves)
             params = {**params, **others}
+        if groups.model is not None:
+            if groups.model.stages.size > 1:
+                fix = "save with checkpoint.save, and export from groups without stages"
+                raise PlanError(f"{verb}: these are the leaves of one stage alone", fix=fix)
+            leaves = [_as_whole(leaf, groups.model.parts.size) for leaf in leaves]
         files = in_files(verb, leaves, most)
     # Even if these were compared before, another rank may now come with different ones.
     groups.agreed.difference_update([seen for seen in groups.agreed if seen[0] == verb])
     agree(groups, verb, [(f"params.{x.key}", f"{x.name!r} {x.shape} {x.dtype}") for x in leaves])
-    first = groups.ranks[groups.plan.partition_groups[0][0]]
+    first = _writers(groups)[0]
     made, said = None, list[Any]()
     errors = partial(directory.write_errors, f"{verb}: cannot write", target)
     try:
@@ -468,16 +494,19 @@ def save_pretrained(
     the embedding, as in transformers, if the names have the order of the module.
 
     Communication: in the first partition group an all-gather of each bucket, for each round of
-      files that it has leaves in. All ranks compare small messages once per round.
+      files that it has leaves in; and over the parts of the model one of each leaf that is cut. All
+      ranks compare small messages once per round.
 
     Memory: one file of at most max_file_bytes (or the largest leaf, if that is more) on the CPU,
-      and one bucket twice. The p ranks of the first partition group each write another file at the
-      same time; no rank holds the model in full.
+      and one bucket twice; of a model in parts a leaf twice besides. The p ranks of the first
+      partition group, in each part, write another file at the same time; no rank holds the model in
+      full.
 
     Raises:
       FileError: something is at the path, or a file cannot be written, as on a full disk; all ranks
         raise it, and nothing is left there.
       LeafError: two of `params` get the same name, or there is none.
+      PlanError: the groups are those of one stage of a pipeline, which has some of the leaves.
       GroupsError, PlanError, LeafError, DonatedError: as `gather`.
       DesyncError: the ranks were given different arguments, or one of the errors before is raised
         on some of them only.

@@ -2,9 +2,9 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from math import inf
+from math import inf, prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +17,7 @@ from mics_fn.checkpoint.saving import Contents, contents_of, folder_to_read, mai
 from mics_fn.collectives import together
 from mics_fn.errors import FileError, human_bytes, message
 from mics_fn.groups import Groups
+from mics_fn.init import boxes
 from mics_fn.offload import is_placed
 from mics_fn.optim import by_leaf, replaced
 from mics_fn.spans import LOG
@@ -32,7 +33,10 @@ _KINDS = (bool, int, float, str)  # of values; one of numpy has that of Python i
 
 def refuse_other_state(path: Path, saved: directory.Manifest, target: Contents) -> None:
     """Raise FileError unless everything in the target is in a step, and nothing else."""
-    want, got = _described(target), _described(saved)
+    count = target.home.model.stages.size if target.stage and target.home.model else 0
+    others = [f" of stage {i} " for i in range(count) if f" of stage {i}" != target.stage]
+    want, got = _described(target), _described(saved)  # other stages compare what is theirs
+    got = {name: x for name, x in got.items() if not any(end in f"{name} " for end in others)}
     wrong = [
         f"{name}: saved {got.get(name, 'nothing')}, expected {want.get(name, 'nothing')}"
         for name in want | got
@@ -41,13 +45,19 @@ def refuse_other_state(path: Path, saved: directory.Manifest, target: Contents) 
     if wrong:
         more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
         text = f"load: {path} does not fit the state"
-        fix = "pass like= as it was saved: the same model, optimizer and options"
+        fix = "pass like= as it was saved: the same model, optimizer, options and stages"
         raise FileError(message(text, [*wrong[:_SHOWN], *more], fix), str(path))
 
 
 def _described(state: Contents | directory.Manifest) -> dict[str, str]:
-    """What is compared of a state: the forms of its tensors, and the types of its values."""
-    found = {name: f"{shape} {kind}" for name, (kind, shape) in state.tensors.items()}
+    """What is compared of a state: the forms of its tensors, and the types of its values.
+
+    Of leaves in parts the forms are those of whole ones, so the number of parts may differ.
+    """
+    found = dict[str, str]()
+    for name, (kind, shape) in state.tensors.items():
+        base, whole, _ = directory.whole_form(name, shape)
+        found.update({name: f"{shape} {kind}"} if base in found else {base: f"{whole} {kind}"})
     for name, x in state.values.items():
         kind = next((k for k in _KINDS if isinstance(x, k)), type(x))
         found[name] = kind.__name__
@@ -56,14 +66,22 @@ def _described(state: Contents | directory.Manifest) -> dict[str, str]:
 
 def fill(path: Path, saved: directory.Manifest, target: Contents) -> Any:
     """Read all that the target has on this rank; returns what this rank gave as extra."""
-    wanted = list[Wanted]()
+    wanted, filled = list[Wanted](), list[tuple[Any, Tensor]]()
+    sources = {directory.whole_form(k, shape)[0]: k for k, (_, shape) in saved.tensors.items()}
     for name, piece in target.pieces.items():
+        if saved.tensors.get(name) != target.tensors[name]:  # it is in other parts, or in none
+            source, x = sources[directory.whole_form(name, piece.shape)[0]], piece.data
+            filled.append(
+                (x, torch.empty(x.numel(), dtype=x.dtype) if is_placed(x) else x.view(-1))
+            )
+            wanted += _of_other_parts(saved, source, name, piece._replace(data=filled[-1][1]))
+            continue
         stop = piece.origin + piece.data.numel()
         for part, file in saved.slices.get(name, ()):
             if part.start < stop and part.stop > piece.origin:
                 wanted.append((file, part, piece.data, piece.origin))
-    files, given = saved.files, dict[str, Tensor]()
-    me = target.home.position % len(files)  # on fewer or more ranks that of another one
+    files, given, home = saved.files, dict[str, Tensor](), target.home
+    me = home.all_ranks.index(home.rank) % len(files)  # on fewer or more ranks that of another one
     giver = me if files[me].extra else 0
     for part in files[giver].slices:
         if part.name not in saved.tensors:
@@ -71,6 +89,9 @@ def fill(path: Path, saved: directory.Manifest, target: Contents) -> Any:
             memory = given.setdefault(name, torch.empty(nbytes, dtype=torch.uint8))
             wanted.append((giver, part, memory, 0))
     _read(path, saved, wanted)
+    for x, values in filled:
+        if is_placed(x):
+            x.fill(0, values)
     try:
         return directory.decoded(files[giver].extra, given)
     except (LookupError, TypeError, ValueError, RuntimeError) as error:  # also of recursion
@@ -79,7 +100,51 @@ def fill(path: Path, saved: directory.Manifest, target: Contents) -> Any:
         raise FileError(what, str(path), damaged=True) from error
 
 
-Wanted = tuple[int, directory.Slice, Tensor, int]  # file, slice, target, its first element
+# File, slice, target, its first element; or in the place of the target what goes where of a slice:
+# memory, and the place, sizes and part of a box among the elements of the slice.
+Wanted = tuple[int, directory.Slice, Any, int]
+
+
+def _of_other_parts(
+    saved: directory.Manifest, source: str, name: str, piece: Any
+) -> Iterator[Wanted]:
+    """What to read of a tensor that was saved in other parts than it is wanted in.
+
+    A range of a part is a few boxes of the whole leaf. So of each slice, which is read once, a few
+    boxes are copied, however many rows of the leaf they have.
+    """
+    low, targets = 0, list[tuple[Sequence[int], Tensor]]()
+    for at, sizes in _boxes(name, piece.shape, piece.origin, piece.origin + piece.data.numel()):
+        targets.append((at, piece.data[low : (low := low + prod(sizes))].view(sizes)))
+    for part, file in saved.slices.get(source, ()):
+        low, takes = 0, list[Any]()
+        for at, sizes in _boxes(source, saved.tensors[source][1], part.start, part.stop):
+            for first, into in targets:
+                edges = zip(at, sizes, first, into.shape, strict=True)
+                both = [range(max(a, b), min(a + n, b + m)) for a, n, b, m in edges]
+                if all(both):
+                    here, there = (tuple(map(_shifted, both, origin)) for origin in (at, first))
+                    takes.append((into[there], low, sizes, here))
+            low += prod(sizes)
+        if takes:
+            yield file, part, takes, 0
+
+
+def _shifted(x: range, origin: int) -> slice:
+    return slice(x.start - origin, x.stop - origin)
+
+
+def _boxes(name: str, shape: tuple[int, ...], start: int, stop: int) -> list[Any]:
+    """Offsets and sizes of the boxes of a whole leaf that a range of its parts is, in order."""
+    found, dim = [*boxes(shape, start, stop)], directory.whole_form(name, shape)[2]
+    if dim is None:
+        return found
+    steps = [n * (i == dim) for i, n in enumerate(shape[1:])]
+    return [
+        ([x + part * step for x, step in zip(at[1:], steps, strict=True)], sizes[1:])
+        for at, sizes in found
+        for part in range(at[0], at[0] + sizes[0])
+    ]
 
 
 def _read(path: Path, saved: directory.Manifest, wanted: list[Wanted]) -> None:
@@ -91,6 +156,12 @@ def _read(path: Path, saved: directory.Manifest, wanted: list[Wanted]) -> None:
 
     def read(want: Wanted) -> None:
         number, part, target, origin = want
+        if isinstance(target, list):
+            values = torch.empty(part.stop - part.start, dtype=saved.dtype(part))
+            reads[number](part, directory.memory_of(values))
+            for into, low, sizes, here in target:
+                into.copy_(values[low : low + prod(sizes)].view(sizes)[here])
+            return
         low, high = max(part.start, origin), min(part.stop, origin + target.numel())
         placed = is_placed(target)
         flat: Any = target if placed else target.view(-1)
@@ -166,7 +237,10 @@ def load(
     replicas: directory.Replicas = "equal",
     donate: bool = False,
 ) -> Loaded:
-    """A state that was saved, for any number of ranks, levels and placement. All ranks call it.
+    """A state that was saved, for any number of ranks, levels, placement and parts of the model.
+
+    All ranks call it. If the model is in other parts than it was saved in, a rank reads all slices
+    that have something of its leaves, which may be all rows for a few columns of each.
 
     A save to the folder that is under way on these ranks is waited for.
 
@@ -190,7 +264,8 @@ def load(
     Communication: a few small all-gathers over the partition group and the replication group.
 
     Memory: a second copy of the state, none with `donate`; and two buffers of 4 MiB while it reads
-      what does not lie in host memory, or not in one piece.
+      what does not lie in host memory, or not in one piece. What lies in files, and is in other
+      parts than it was saved in, is in host memory first.
 
     Raises:
       CheckpointNotFound: there is no such step.
@@ -198,7 +273,8 @@ def load(
         ranks, with the file and the leaf.
       FileError: the system cannot read a file; or a save of this process to the folder, which
         was under way, failed; on all ranks.
-      FileError: it does not fit `like`; all differences are named.
+      FileError: it does not fit `like`; all differences are named. Codes, and replicas that
+        are independent, fit in as many parts alone, and a pipeline in as many stages.
       DesyncError: ranks load other states.
       PlanError: an argument is not what it should be.
 
@@ -228,9 +304,9 @@ def load(
         while True:
             with together("load", home) as exchange:
                 folder_to_read("load", path, raises=True)
-                if home.position == 0:
+                if home.rank == home.all_ranks[0]:
                     exchange.mine = _chosen(folder, step, refused)
-            number, place = exchange.all[home.ranks[0]]
+            number, place = exchange.all[home.all_ranks[0]]
             try:
                 into = writing if donate else None
                 return _load(Path(place), number, given, groups, home, replicas, into)
@@ -238,7 +314,7 @@ def load(
                 if on_corrupt == "raise" or step is not None or not error.damaged:
                     raise
                 refused[number] = error
-                if home.position == 0:
+                if home.rank == home.all_ranks[0]:
                     text = "load: step %d is refused, and an older one tried: %s"
                     LOG.warning(text, number, error)
 
@@ -276,7 +352,8 @@ def _load(
         if writing is not None:
             writing.mark_donated()
         extra = fill(path, saved, target)
-        state = with_values(state, saved.values)
+        own = {k.removesuffix(target.stage): saved.values[k] for k in target.values}
+        state = with_values(state, own)
     return Loaded(state, step, extra)
 
 

@@ -5,6 +5,12 @@ start ranks compare digests, and the first rank makes the folder. Then each of t
 and leaves a record of it in the store, the table of its slices; the first rank reads the records,
 writes the manifest, commits, and says so. After the start this needs no collective, so a thread
 does it while training goes on.
+
+[Note: parts are saved] All ranks of a model in parts write one step. Of a leaf that is cut into m
+parts of a shape s, one tensor of the shape (m, *s) is saved, so that part i is its elements from
+i * numel on, under a name that says along which dim. Copies are leaves like any others. What other
+stages of a pipeline have is saved under names that end with the stage, such as `step of stage 1`;
+what it is called and its form, which only its own ranks know, goes to the first rank with a record.
 """
 
 import heapq
@@ -26,7 +32,7 @@ from torch import Tensor
 from mics_fn import _torch, checks, collectives, shards, spans, tree
 from mics_fn.checkpoint import directory
 from mics_fn.collectives import agree, together
-from mics_fn.errors import FileError, LeafError, PlanError, message
+from mics_fn.errors import DesyncError, FileError, LeafError, PlanError, message
 from mics_fn.faults import StopRequest
 from mics_fn.groups import Groups
 from mics_fn.offload import ReadLock, in_file, is_coded, read
@@ -64,12 +70,14 @@ class Contents:
 
     Args:
       home: the groups whose ranks save it.
+      stage: what names of this stage of a pipeline end with; "" if there is one.
       pieces: of the tensors that are cut, and those that this rank has in full, by name.
       tensors: the form of each, and of those that only other replicas have.
       values: numbers and texts, by name.
     """
 
     home: Groups
+    stage: str = ""
     pieces: dict[str, LocalPiece] = field(default_factory=dict)
     tensors: dict[str, directory.Form] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
@@ -104,14 +112,15 @@ def written_here(contents: Contents, extras: Mapping[str, Tensor]) -> dict[direc
       contents: of the state.
       extras: other tensors that this rank alone saves.
     """
-    main, own = contents.home, dict[str, LocalPiece]()
+    main, own, place = contents.home, dict[str, LocalPiece](), _place(contents.home)
+    alike = collectives.reached(main, stages=False)
     for name, x in extras.items():
         raw = _dense(x).as_strided((x.numel(),), (1,)).view(torch.uint8)
-        own[f"{name} of rank {main.position}"] = LocalPiece(raw, 0, (), main.replica)
+        own[f"{name} of rank {place}"] = LocalPiece(raw, 0, (), main.replica)
     heaps: dict[Any, list[tuple[int, int]]] = {}
     found: dict[directory.Slice, Tensor] = {}
     for name, piece in (contents.pieces | own).items():
-        me, ranks = main.position, main.world_size
+        me, ranks = alike.index(main.rank), len(alike)
         if piece.home is not None:
             me, ranks = piece.home.replicas.rank, piece.home.num_replicas
         heap = heaps.setdefault((piece.home, ranks), [(0, i) for i in range(ranks)])
@@ -137,6 +146,8 @@ def contents_of(
       PlanError: shards were made for other groups.
     """
     homes, found, plain = homes_by_bucket(verb, state, groups), Contents(home), by_leaf(state)
+    if home.model is not None and home.model.stages.size > 1:
+        found = Contents(home, f" of stage {home.model.stages.rank}")
     tree.refuse_equal_paths(verb, plain, "", is_leaf)
     leaves = tree.flatten(plain, is_leaf)[0]
     for name, leaf in zip(tree.paths(plain, "", is_leaf), leaves, strict=True):
@@ -144,13 +155,14 @@ def contents_of(
             continue
         if is_leaf(leaf) and leaf.bucket is not None:
             own = homes.get(leaf.bucket, home)
+            own = own if own.model is None else own.home_of(leaf.bucket.cut)
             for key, piece in _pieces_of(verb, name, leaf, own).items():
-                found.add(key, piece, replicas)
+                found.add(key + found.stage, piece, replicas)
         elif isinstance(leaf, Tensor) or is_leaf(leaf):
             x = directory.savable(verb, name, leaf.data if is_leaf(leaf) else leaf)
-            found.add(name, LocalPiece(x, 0, tuple(x.shape)), replicas)
+            found.add(name + found.stage, LocalPiece(x, 0, tuple(x.shape)), replicas)
         elif isinstance(leaf, bool | int | float | str):
-            found.values[name] = leaf
+            found.values[name + found.stage] = leaf
         else:
             fix = "keep shards, tensors, numbers and texts in a state; pass the rest as extra="
             raise LeafError(f"{verb}: {name} is {type(leaf).__name__}", fix=fix)
@@ -163,25 +175,36 @@ def _pieces_of(verb: str, name: str, leaf: Any, home: Groups) -> dict[str, Local
     Codes are saved as they are kept, under names that say which they are, so that no state takes
     them for codes of another kind. Their blocks do not depend on the ranks that hold them.
     """
-    bucket, route = leaf.bucket, home.hierarchy.route
+    bucket, route, model = leaf.bucket, home.hierarchy.route, home.model
     data = directory.savable(verb, name, leaf.data)
-    right = bucket.parts == route.size
+    right = bucket.parts == route.size and (model is not None or not bucket.cut)
     piece = shards.pieces(bucket, route.chunk)[leaf.slot] if right else None
     if piece is None or data.shape != (piece.length,):
         text = f"{verb}: {name} is cut in {bucket.parts}, here {tuple(data.shape)}"
         fix = "pass the groups that the tree was sharded with"
         raise PlanError(f"{text}; its groups have {route.size} ranks", fix=fix)
+    count, part, of, shape = 1, 0, "", leaf.shape
+    if model is not None and bucket.cut:
+        count, part, shape = model.parts.size, model.parts.rank, (model.parts.size, *shape)
+        of = f" in parts along {bucket.cut[leaf.slot]}"
     codec: collectives.Codec | None = bucket.codes
     if codec is None or not is_coded(leaf.data):
-        return {name: LocalPiece(data, piece.origin, leaf.shape, home)}
+        first = part * bucket.numels[leaf.slot] + piece.origin
+        return {name + of: LocalPiece(data, first, shape, home)}
     kept: Any = data
     codes, scales = kept.part_codes()
     nbytes, block = kept.codes.elements.shape[1], codec.block
-    first, blocks = piece.origin // block, -(-bucket.numels[leaf.slot] // block)
-    return {
-        f"{name} as {codec}": LocalPiece(codes, first * nbytes, (blocks * nbytes,), home),
-        f"{name} as {codec}, scales": LocalPiece(scales, first, (blocks,), home),
+    blocks, of = -(-bucket.numels[leaf.slot] // block), of.replace("in", f"in {count}")
+    first, name, every = part * blocks + piece.origin // block, f"{name} as {codec}", count * blocks
+    return {  # of which as many parts are read
+        name + of: LocalPiece(codes, first * nbytes, (every * nbytes,), home),
+        f"{name}, scales{of}": LocalPiece(scales, first, (every,), home),
     }
+
+
+def _place(home: Groups) -> int:
+    """The number of this rank among those that save, and so of its file; the first one commits."""
+    return home.all_ranks.index(home.rank)
 
 
 def homes_by_bucket(verb: str, state: Tree, groups: Any) -> dict[shards.Bucket, Groups]:
@@ -200,12 +223,12 @@ def main_home(verb: str, state: Tree, groups: Any) -> Groups:
     """Return the groups whose ranks save one checkpoint.
 
     Raises:
-      PlanError: leaves live on groups of different ranks.
+      PlanError: leaves live on groups that do not reach the same ranks.
     """
     found = [*dict.fromkeys(homes_by_bucket(verb, state, groups).values())] or [groups]
     for home in found:
         home.partition.check_open()
-        if sorted(home.ranks) != sorted(found[0].ranks):
+        if {*home.all_ranks} != {*found[0].all_ranks}:
             fix = "save the leaves of each of them in a folder of its own"
             text = f"{verb}: leaves live on groups of different ranks"
             raise PlanError(text, [found[0].describe(), home.describe()], fix)
@@ -347,22 +370,26 @@ def agree_on(
             exchange.fact = f"step {step} in {folder.path}, {sorted(options.items())}"
             exchange.mine = {"state": tree.digest([f"{facts}"]).hex()}
             exchange.mine["extra"] = tree.digest(of_extra).hex()
-            if home.position == 0:
+            if not _place(home):
                 new = folder.begin(step, options.get("overwrite", "never"))
                 exchange.mine["new"] = str(new), folder.epoch
-        if exchange.differing("state"):
+        said, ranks = exchange.differing("state"), home.all_ranks  # stages have other states
+        starts = range(0, len(ranks), len(collectives.reached(home, stages=False)))
+        if said and any(len({*map(said.get, ranks[i : i + starts.step])}) > 1 for i in starts):
             # Ranks that differ now may have saved each of these states together before.
             home.agreed.difference_update([seen for seen in home.agreed if seen[0] == _STATE])
             fix = "let it be equal on all ranks, or pass it in extra=, where each rank has its own;"
             fix += " a state that is torn is mended by same_step(state, groups, heal=True)"
             full = [*values, *(name for name, x in contents.pieces.items() if not x.home)]
             agree(home, _STATE, facts, dict.fromkeys(full, fix))
+            raise DesyncError(f"{_STATE} differs between ranks of another stage", fix=fix)
     except BaseException:
         folder.abandon()
         raise
-    if home.position and not exchange.differing("extra"):
+    if _place(home) and not exchange.differing("extra"):
         text, extras = "", {}
-    new, folder.epoch = exchange.all[home.ranks[0]]["new"]  # any rank may be the first one later
+    # Any rank may be the first one later, in groups that follow these.
+    new, folder.epoch = exchange.all[home.all_ranks[0]]["new"]
     found = directory.Manifest(step, contents.tensors, values)
     pending = PendingSave(home, folder, Path(new), options, found, text)
     return pending, partial(written_here, contents, extras)
@@ -404,7 +431,7 @@ class PendingSave:
 
     def write(self, block: OnHost) -> directory.SavedFile:
         """Write this rank's file, of what a block has."""
-        path = self.new / directory.part_name(self.home.position)
+        path = self.new / directory.part_name(_place(self.home))
         with block as tensors:
             spans.passing("save: write", self.step)
             with directory.write_errors("save: cannot write", path):
@@ -420,7 +447,7 @@ class PendingSave:
         home, state = self.home, self.home.state
         state.saves += 1
         self._place, self._store = os.path.realpath(self.folder.path), state.channel.store
-        self._key = f"{state.key}/save/{home.ranks[0]}"  # all replicas have one state
+        self._key = f"{state.key}/save/{home.all_ranks[0]}"  # all replicas have one state
         self._number, self._write = state.saves, write
         self._reported = not follows  # whether the program knows how it ended: it waits for itself
         self._stop = StopRequest(home, ()).__enter__() if follows else None
@@ -499,19 +526,22 @@ class PendingSave:
     def _end(self, written: Job) -> Path:
         """Publish this rank's record, and wait for the result of the rank that commits."""
         home, store, key = self.home, self._store, f"{self._key}/{self._number}"
-        if home.world_size == 1:
+        place, ranks = _place(home), home.all_ranks
+        if len(ranks) == 1:
             if written.error is not None:
                 self.folder.check_owned()
             return self._commit([written.result()])
-        record = [collectives.encoded_error(written.error), written.value]
-        store.set(f"{key}/{home.position}", json.dumps(record))
-        if home.position == 0:
+        record = [collectives.encoded_error(written.error), written.value, {}, {}]
+        if place and home.rank == collectives.reached(home, stages=False)[0]:  # of another stage
+            record[2:] = self.found.tensors, self.found.values
+        store.set(f"{key}/{place}", json.dumps(record))
+        if not place:
             store.set(f"{key}/end", json.dumps(self._judged(key)))
             # All ranks have read the end of the save before this one, or had not begun this one.
             before = f"{self._key}/{self._number - 1}/end"
-            for done in (*(f"{key}/{i}" for i in range(home.world_size)), before):
+            for done in (*(f"{key}/{i}" for i in range(len(ranks))), before):
                 later(store, "delete_key", done)
-        first, end = home.ranks[0], [f"{key}/end"]
+        first, end = ranks[0], [f"{key}/end"]
         # The first rank waits for the others itself, so it may take as long as that again.
         what = f"the word of rank {first} that it is committed"
         self._await(lambda: store.check(end), what, lambda: [first], 2 * _GRACE_S)
@@ -523,7 +553,7 @@ class PendingSave:
     def _judged(self, key: str) -> tuple[dict[int, Any], str]:
         """Commit once all files are written; return the ranks that failed, and the step's path."""
         home, store = self.home, self._store
-        places = {rank: f"{key}/{i}" for i, rank in enumerate(home.ranks)}
+        places = {rank: f"{key}/{i}" for i, rank in enumerate(home.all_ranks)}
         try:
             self._await(
                 lambda: store.check([*places.values()]),
@@ -531,11 +561,14 @@ class PendingSave:
                 lambda: [rank for rank, place in places.items() if not store.check([place])],
             )
             said = {rank: json.loads(store.get(place)) for rank, place in places.items()}
-            failed = {rank: error for rank, (error, _) in said.items() if error}
+            failed = {rank: error for rank, (error, *_) in said.items() if error}
             if failed:
                 self.folder.check_owned()
                 return failed, ""
-            files = [directory.SavedFile.of_json(file) for _, file in said.values()]
+            files = [directory.SavedFile.of_json(file) for _, file, *_ in said.values()]
+            for *_, tensors, values in said.values():
+                self.found.tensors.update(tensors)
+                self.found.values.update(values)
             return {}, str(self._commit(files))
         except BaseException as error:  # also of a program that ends this thread
             return {home.rank: collectives.encoded_error(error)}, ""
@@ -543,7 +576,7 @@ class PendingSave:
     def _commit(self, files: list[directory.SavedFile]) -> Path:
         home, folder, options = self.home, self.folder, self.options
         spans.passing("save: commit", self.step)
-        for position, rank in enumerate(home.ranks):
+        for position, rank in enumerate(home.all_ranks):
             path = self.new / directory.part_name(position)
             if not path.is_file():
                 folder.check_owned()
@@ -594,7 +627,7 @@ class PendingSave:
             if (texts and not done()) or idle_s - failed_s[0] > grace_s:
                 raise lost([*texts, *final, f"the groups have failed: {state.failed}"][0])
 
-        if not poll(done, self.home.world_size, time.monotonic() + limit_s, check):
+        if not poll(done, len(self.home.all_ranks), time.monotonic() + limit_s, check):
             raise lost(f"nothing came within {limit_s:g} s")
 
 
@@ -653,7 +686,8 @@ def save(
       path: the folder of the job's checkpoints, which all ranks share; it need not exist.
       state: a `TrainState`, or any pytree of shards, tensors, numbers and texts. Numbers are equal
         on all ranks, and so are tensors that are not sharded.
-      groups: as for `shard`; for a `TrainState` those of its parameters.
+      groups: as for `shard`; for a `TrainState` those of its parameters. If they are several, each
+        reaches the same ranks. All ranks of a model in parts write one step.
       step: the number of the step, at least 0.
       extra: what else to keep: dicts, lists, tuples, numbers, texts and tensors. It may differ
         between ranks, and each of them has its own again; on other ranks one of these.
@@ -784,8 +818,8 @@ def take_folder(
         if own:
             folder_to_read("Checkpoints", folder, raises=True)
             folder_to_write(folder)
-            if home.position == 0:
+            if not _place(home):
                 folder.own()
         exchange.mine = folder.epoch, max(folder.committed(), default=None)
     folder.epoch = max(epoch for epoch, _ in exchange.all.values())  # the first rank may be new
-    return exchange.all[home.ranks[0]][1]
+    return exchange.all[home.all_ranks[0]][1]

@@ -58,8 +58,8 @@ def same_options(verb: str, facts: Facts, homes: Iterable[Any]) -> None:
     """
     fix = "pass the same options, and use one version, on all ranks"
     mine = [(_OPTIONS, f"{name}: {text}") for name, text in sorted({**facts, **versions()}.items())]
-    for home in dict.fromkeys(homes):
-        if isinstance(home, Groups) and len(home.state.ranks) > 1:
+    for home in _distinct(homes):
+        if len(home.state.ranks) > 1:
             collectives.agree(home, verb, mine, {_OPTIONS: fix})
             home.agreed.add(_OPTIONS)
 
@@ -128,6 +128,16 @@ def _text(value: Any) -> str:
     return "a function" if callable(value) else f"{value}"
 
 
+def _distinct(homes: Iterable[Any]) -> list[Groups]:
+    """Each `Groups` among them once, and no copies of a model in parts beside what is cut.
+
+    Both reach the same ranks, and stages of a pipeline may have leaves of other kinds.
+    """
+    known = [home for home in dict.fromkeys(homes) if isinstance(home, Groups)]
+    copies = [home.copies for home in known if home.copies is not home]
+    return [home for home in known if home not in copies]
+
+
 def _replicas(home: Groups) -> list[Sequence[int]]:
     """List the ranks of each replication group, in all parts of a model."""
     p = home.partition_size
@@ -175,14 +185,17 @@ def same_step(state: Any, groups: Any, *, heal: bool = False) -> Any:
     opened = shards.open_shards(
         "same_step", state.params, groups, root="state.params"
     ).require_replicas()
-    homes = [home for home in dict.fromkeys(opened.homes) if isinstance(home, Groups)]
+    bare = opened.spec.unflatten([0] * len(opened.leaves))  # whose groups are those that were given
+    # A replica of a part has all of it, copies too; one in another part has the copies alone.
+    homes = [*dict.fromkeys(shards.homes_of("same_step", groups, bare, "state.params", Groups))]
     for home in homes:
         steps = _steps(NO_STEP if lost else state.step, home)
         if len(set(steps.values())) > 1 or max(steps.values()) == NO_STEP:
             if not heal or len(homes) > 1 or _lost(steps, home):
                 raise _torn("same_step", steps, home)
             given = _healed(state, steps, home)
-            home.agreed.add(_SEEN)
+        home.agreed.add(_SEEN)
+        home.copies.agreed.add(_SEEN)
     return given
 
 
@@ -201,7 +214,7 @@ def compare_states(verb: str, state: Any, homes: Iterable[Any]) -> None:
       DesyncError: on all ranks, if they have other options; see `same_options`.
     """
     homes, begins = list(dict.fromkeys(homes)), verb == "init_state"
-    several = [x for x in homes if isinstance(x, Groups) and len(x.state.ranks) > 1]
+    several = [x for x in _distinct(homes) if len(x.state.ranks) > 1]
     with _torch.without_torch_func():
         for home in several:
             if not begins and _SEEN not in home.agreed:
@@ -357,12 +370,13 @@ class Comparison:
         self, verb: str, state: Any, groups: Any, buffers: Sequence[str], *, moments: bool = True
     ) -> None:
         self._verb, owners = verb, shards.homes_of(verb, groups, state.params)
-        leaves = list(_compared(state, owners, buffers, moments))
+        leaves, whole = list(_compared(state, owners, buffers, moments)), _distinct(owners)
         self._parts: list[tuple[Groups, list[_Compared], collectives.Pending]] = []
         for home in dict.fromkeys(owners):
             if isinstance(home, Groups) and home.num_replicas > 1:
                 home.partition.check_open()
-                mine = [x for x in leaves if x.home in (None, home)]
+                # What belongs to no leaf, such as a buffer, need not be equal in all parts.
+                mine = [x for x in leaves if x.home is home or (x.home is None and home in whole)]
                 sums = [checksum(x.data).to(home.device) for x in mine]
                 pending = levels.start_collect(home.axes[:3], torch.stack(sums))
                 self._parts.append((home, mine, pending))

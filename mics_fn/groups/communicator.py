@@ -268,6 +268,8 @@ class GroupState:
     failed: str | None = None  # why they are finished; see [Note: failed groups]
     # By a name that is equal on its ranks, in the order of creation.
     owned: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    # Of a mesh, to be aborted with them; see [Note: groups of a mesh] in `lent`.
+    lent: list[dist.ProcessGroup] = field(default_factory=list)
     # Calls that drop references to them, of what is queued.
     forgets: list[Callable[[], None]] = field(default_factory=list)
     active: list[Any] = field(default_factory=list)  # `Pending`s in flight, oldest first
@@ -375,6 +377,8 @@ class GroupState:
         quietly(self.watch.close)
         if not waits:
             self._lose_queued(_GRACE_S)
+            for group in self.lent:
+                abort_group(group)
         for i in reversed(range(len(groups))):
             # That of gloo waits for nobody.
             alone = not waits and dist.get_backend(groups[i]) != "gloo"
@@ -389,7 +393,8 @@ class GroupState:
     def abort(self, patience_s: float = 0.0) -> list[Job]:
         """Abort each process group on a thread; see [Note: aborted collectives] in `_torch`."""
         self._lose_queued(patience_s)
-        return [abort_group(group) for group in self.live()]
+        lent, self.lent = self.lent, []
+        return [abort_group(group) for group in (*self.live(), *lent)]
 
     def _lose_queued(self, patience_s: float) -> None:
         """Judge what is queued on a device, which has so much time to end, once."""
@@ -440,9 +445,12 @@ def reports(kind: type[BaseException]) -> Iterator[None]:
         raise
 
 
+LAST_STEP: list[GroupState] = []  # whose step this process has begun last
+
+
 def reports_step(state: GroupState, step: int) -> AbstractContextManager[None]:
     """Context of the step with this number; its error is reported to the other ranks."""
-    state.step = step
+    state.step, LAST_STEP[:] = step, [state]
     return reports(BaseException)
 
 

@@ -457,6 +457,11 @@ class Groups:
         return (self.ranks,) if self.model is None else self.model.universes
 
     @cached_property
+    def all_ranks(self) -> tuple[int, ...]:
+        """All global ranks of `universes`, in an order that is the same on each of them."""
+        return tuple(chain.from_iterable(self.universes))
+
+    @cached_property
     def axes(self) -> tuple[Comm, ...]:
         """Communicators that together reach all ranks that have a part of these leaves."""
         model = self.model

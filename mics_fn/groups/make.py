@@ -23,9 +23,12 @@ from mics_fn.errors import GroupsError, PeerFailed, PlanError, first_line, name_
 from mics_fn.groups import startup
 from mics_fn.groups.communicator import Comm, GroupState, check_fork, hooks
 from mics_fn.groups.groups import Groups, Hierarchy, Level, Model, Route
+from mics_fn.groups.lent import lend
 from mics_fn.groups.topology import FLAT, Plan, Topology, plan_groups
 from mics_fn.store import Channel, poll
 from mics_fn.threads import bounded
+
+_APART = ("mesh", "ranks")  # arguments that ranks compare by what follows from them
 
 
 def make_groups(
@@ -124,9 +127,8 @@ def make_groups(
     if partition_size is None and len(sizes) == 2:
         partition_size = sizes[1]
     job, rule = tuple(chain.from_iterable(universes)), None if cut is None else cut_rule(cut)
-    if len(universes) > 1:
-        given["universes"] = universes
-    given["cut"] = "a function" if callable(cut) else cut
+    if len(universes) > 1:  # one that takes another dimension for `model` meets the others, too
+        job, given["universes"] = tuple(sorted(job)), universes
     chosen, served_by, problem = device_and_backend(device, mesh, backend)
     startup.own_failures(served_by, begun=started and "nccl" in dist.get_backend_config())
     state = GroupState(job, rank, on_device=_torch.is_async(chosen), timeout_s=timeout_s)
@@ -135,9 +137,9 @@ def make_groups(
     node = _node_of(rank, node_size, topology)
     if node_size is None and topology is None:
         given["node_size"] = f"found by {node.partition(' ')[0]}"
-    del given["mesh"], given["ranks"]
+    given["cut"] = "a function" if callable(cut) else cut
     given |= {"partition_size": partition_size, "device": chosen.type, "backend": served_by}
-    compared = {name: str(value) for name, value in given.items()}
+    compared = {name: str(value) for name, value in given.items() if name not in _APART}
     mine = startup.facts_of(compared, chosen, problem, node)
     deadline = time.monotonic() + timeout_s
     try:
@@ -149,13 +151,19 @@ def make_groups(
         plan = plan_groups(wired, wired.sizes[-1] if partition_size is None else partition_size)
         how: Any = {"plan": plan, "ranks": universe, "device": chosen, "mean_over": mean_over}
         if model is not None or stages is not None:
-            how |= {"universes": universes, "parts": parts, "cut": rule or cut_rule("")}
+            how |= {"universes": universes, **_parts(mesh, model, stages, parts, rule)}
         state.recipe = partial(_create, **how)
         state.first = state.key
         return state.recipe(state, store, deadline)
     except BaseException:
         state.watch.close()
         raise
+
+
+def _parts(mesh: Any, model: Any, stages: Any, parts: int, rule: Any) -> dict[str, Any]:
+    """What `_create` takes for a model in parts; `lent` are names of torch's groups."""
+    lent = [_torch.name_in_mesh(mesh, dim) for dim in (model, stages)]
+    return {"parts": parts, "cut": rule or cut_rule(""), "lent": lent}
 
 
 def _agreed(
@@ -312,6 +320,7 @@ def _create(
     universes: Sequence[tuple[int, ...]] = (),
     parts: int = 1,
     cut: Callable[[str], int | None] | None = None,
+    lent: Sequence[str] = (),
 ) -> Groups:
     """Create the groups that this rank is a member of, in the same order on every rank."""
     position = ranks.index(state.rank)
@@ -336,11 +345,18 @@ def _create(
     partition = replace(partition, name="partition")  # in the ledger
     replicas, second = comm("replicas", rows), comm("replicas, second", rows)
     model = _model(comm, plan, universes, parts, ranks, position, cut) if cut else None
+    axes = zip(lent, (model.parts, model.stages), strict=True) if model else ()
+    lends = {name: own for name, own in axes if name and own.size > 1}
+    anew = dict[str, Comm]()
+    if state.key != state.first:  # those of the mesh may have ended in the middle of a call
+        anew = {name: comm(f"mesh {own.name}", own.ranks) for name, own in lends.items()}
     made = [comm for comm in made if comm.group]
     if store is not None:
         _make_all(state, store, made, deadline)
     if state.on_device:
         _warm_up(state, [comm for comm in made if comm.name != f"gather {FLAT}"], device)
+    for name, own in lends.items():
+        lend(name, own, anew.get(name))
     factor = 1.0 if mean_over is None else len(ranks) / mean_over
     more = {"grad_factor": factor, "names": plan.topology.names}
     replicas = replace(replicas, second=replace(second, name="replicas"))  # in the ledger

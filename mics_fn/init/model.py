@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from operator import mul
 from os import PathLike
 from pathlib import Path
 from typing import Any, Unpack
@@ -24,7 +25,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from mics_fn import checks, shards, tree
+from mics_fn import _torch, checks, shards, tree
 from mics_fn._torch import compiled_call
 from mics_fn.collectives import checksum, refuse_unequal, together
 from mics_fn.errors import FileError, LeafError, PlanError, message, name_some
@@ -282,11 +283,17 @@ class Filling:
         names, _ = tree.flatten({name: name for name in params})
         is_group = lambda value: isinstance(value, Groups)  # noqa: E731
         homes = tree.spread(groups, params, what="groups", is_value=is_group)
+        made, given, on = dict[int, Tensor](), dict(params), dict(zip(names, homes, strict=True))
+        for own, (name, x) in zip(
+            shards.owners_of([*params.values()]), params.items(), strict=True
+        ):
+            given[name] = made.setdefault(own, _part_like(verb, name, x, on[name]))
         self.groups: list[Groups] = list(dict.fromkeys(homes))
         for home in self.groups:
             # Even if this tree was compared before, another rank may now come with a different one.
             home.agreed.difference_update([seen for seen in home.agreed if seen[0] == verb])
-        shapes = shards.layout_of(verb, "params", dict(params), groups, **options)
+        shapes = shards.layout_of(verb, "params", given, groups, **options)
+        homes = shards.homes_of(verb, groups, shapes)  # those of copies
         self.verb = verb
         self.homes: dict[str, Groups] = dict(zip(names, homes, strict=True))
         leaves = dict(zip(names, tree.flatten(shapes, shards.is_leaf)[0], strict=True))
@@ -329,7 +336,8 @@ class Filling:
             for (home, bucket), by_slot in buckets.items():
                 self._fill_bucket(home, bucket, [by_slot[i] for i in sorted(by_slot)], source)
             made = then()
-            sums = {home: self._sums(home) for home in self.groups if home.num_replicas > 1}
+            each = dict.fromkeys(self.homes.values())
+            sums = {home: self._sums(home) for home in each if home.num_replicas > 1}
         fix = "let all ranks make or read the same values, on machines that compute alike"
         for home, found in sums.items():
             refuse_unequal(self.verb, home, found, fix)
@@ -342,9 +350,12 @@ class Filling:
         chunk = home.hierarchy.route.chunk
         flat = torch.zeros(bucket.chunk, dtype=bucket.dtype, device=home.device)
         found = shards.pieces(bucket, chunk), shards.pack.split_chunk(bucket, chunk, flat)
-        for name, piece, data in zip(names, *found, strict=True):
+        for slot, (name, piece, data) in enumerate(zip(names, *found, strict=True)):
             if piece.length:
-                self._copy(source(name), data, piece.origin)
+                read = source(name)
+                if bucket.cut and home.model is not None:
+                    read = _of_part(read, bucket.shapes[slot], bucket.cut[slot], home.model.parts)
+                self._copy(read, data, piece.origin)
         places = [self._where.at(name, "params", home.device) for name in names]
         placed = shards.place_chunk(home, bucket, flat, places, names, self._where.host_bytes)
         for name, data in zip(names, placed, strict=True):
@@ -366,6 +377,34 @@ class Filling:
         }
 
 
+def _part_like(verb: str, name: str, x: Tensor, home: Groups) -> Tensor:
+    """A tensor on meta like the part of a full one that this rank has; a copy is as it is."""
+    model, own = home.model, _torch.is_dtensor(x) or not x.is_floating_point()
+    dim = None if own or model is None or model.copies is None else model.cut(name)
+    if dim is None or model is None:
+        return x
+    if x.shape[dim] % model.parts.size:
+        text = f"{verb}: params.{name} of {tuple(x.shape)} is cut unevenly along dim {dim}"
+        raise LeafError(text, fix=f"pad it to a multiple of {model.parts.size}")
+    made = meta_like(x).detach().chunk(model.parts.size, dim)[0]
+    return nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made
+
+
+def _of_part(read: Read, sizes: Sequence[int], dim: int, parts: Any) -> Read:
+    """Reads of a part of a leaf: a few boxes of it, each with what lies in the leaf between."""
+    steps = files.contiguous([n * parts.size if i == dim else n for i, n in enumerate(sizes)])
+
+    def part(start: int, stop: int) -> Tensor:
+        found = list[Tensor]()
+        for at, box in files.boxes(sizes, start, stop):
+            low = sum(map(mul, at, steps)) + parts.rank * sizes[dim] * steps[dim]
+            high = low + sum((n - 1) * step for n, step in zip(box, steps, strict=True)) + 1
+            found.append(read(low, high).contiguous().as_strided(box, steps).reshape(-1))
+        return torch.cat(found)
+
+    return part
+
+
 def load_shards(
     path: Source,
     groups: Any,
@@ -382,7 +421,8 @@ def load_shards(
       path: a safetensors file, a file of `torch.save` (a state dict), an index of such files, or
         a folder with one of these, as transformers saves them; a folder that
         torch.distributed.checkpoint wrote; or a mapping of tensors by name.
-      groups: as for `shard`.
+      groups: as for `shard`. Leaves of a model in parts are in full in the file, and in `like`:
+        each rank reads its part.
       like: a module, or tensors by name, whose data is not read and may be on meta. It says which
         parameters there are, with their shapes, dtypes, ties and `requires_grad`. None takes all
         tensors of the file.
@@ -400,8 +440,8 @@ def load_shards(
 
     Communication: digests of the tree and the shards (tens of bytes per leaf).
 
-    Memory: this rank's shards, and 16 MiB at a time while it reads; the memory that a tensor lies
-      in, if it was saved with strides of its own.
+    Memory: this rank's shards, and 16 MiB at a time while it reads, for each part of the model that
+      a leaf is cut in; the memory that a tensor lies in, if it was saved with strides of its own.
 
     Raises:
       FileError: the file is damaged, is cut while it is read, holds something else than tensors,
@@ -470,7 +510,7 @@ def init_model(
     Args:
       model_fn: makes the model, with the device of the groups as torch's default device. It may
         read values, set seeds and draw random numbers as it likes.
-      groups: as for `shard`.
+      groups: as for `shard`. `model_fn` makes a model in parts in full: each rank keeps its part.
       seed: for `torch.manual_seed`, the same on all ranks.
       weights: a file or a mapping with the values of all parameters and persistent buffers, as for
         `load_shards`. No parameter is then drawn, and the generators stay as the seed sets them.

@@ -142,6 +142,7 @@ from mics_fn.shards.verbs import (
     as_dtensors,
     check_tensor,
     gather,
+    join_parts,
     layout_of,
     map,
     place_chunk,

@@ -381,6 +381,9 @@ def _check_home(verb: str, use: BucketUse, homes: Sequence[Home]) -> None:
     if any(homes[i] is not use.home for i in use.members):
         text = f"{verb}: leaves of bucket {use.bucket.index} are given different groups"
         raise PlanError(text, fix=_OWN_GROUPS)
+    if use.bucket.cut and use.home.model is None and not isinstance(use.home, Hierarchy):
+        text = f"{verb}: bucket {use.bucket.index} has parts of leaves, the groups have whole ones"
+        raise PlanError(text, fix=_OWN_GROUPS)
     if use.route.size != use.bucket.parts:
         sizes = f"{use.bucket.parts}, the groups have {use.route.size} ranks"
         raise PlanError(f"{verb}: shards are cut in {sizes}", fix=_OWN_GROUPS)

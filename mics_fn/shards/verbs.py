@@ -544,27 +544,33 @@ def _view_local(use: BucketUse, data: list[Any]) -> None:
 
 
 @overload
-def unshard(shards: Mapping[K, Leaf], hierarchy: GroupsTree) -> dict[K, Tensor]: ...
+def unshard(
+    shards: Mapping[K, Leaf], hierarchy: GroupsTree, *, model: bool = False
+) -> dict[K, Tensor]: ...
 @overload
-def unshard(shards: list[Sharded], hierarchy: GroupsTree) -> list[Tensor]: ...
+def unshard(shards: list[Sharded], hierarchy: GroupsTree, *, model: bool = ...) -> list[Tensor]: ...
 @overload
-def unshard(shards: T, hierarchy: GroupsTree) -> T: ...
-def unshard(shards: Tree, hierarchy: Any) -> Tree:
+def unshard(shards: T, hierarchy: GroupsTree, *, model: bool = False) -> T: ...
+def unshard(shards: Tree, hierarchy: Any, *, model: bool = False) -> Tree:
     """Gather into tensors that own their memory, one bucket at a time, for export.
 
     Args:
       shards: tree of shards.
       hierarchy: as for `gather`.
+      model: whether leaves of a model in parts are joined; else each rank gets its own parts.
 
     Returns:
       The tree with full tensors in the dtypes of the shards. Each has its own storage; tied leaves
       are one tensor.
 
-    Communication: as for `gather`.
+    Communication: as for `gather`; with `model` an all-gather of each leaf that is cut over the
+      parts of the model.
 
-    Memory: the full tree and one bucket.
+    Memory: the full tree and one bucket; with `model` the largest leaf once more.
 
-    Raises: the errors of `gather`.
+    Raises:
+      GroupsError: with `model`, it is given a hierarchy, which knows no other parts.
+      LeafError, PlanError, DonatedError, DesyncError: as `gather`.
 
     Example:
       >>> groups = make_groups(1)
@@ -572,14 +578,29 @@ def unshard(shards: Tree, hierarchy: Any) -> Tree:
       [tensor([0., 1., 2.])]
     """
     opened = open_shards("unshard", shards, hierarchy).agree()
+    if model:
+        require_replicas("unshard(model=True)", opened.homes)
     data = opened.data
     whole = [isinstance(leaf, Fixed) and leaf.bucket is None for leaf in opened.leaves]
     out = [data[i].clone() if is_whole else None for i, is_whole in enumerate(whole)]
     for use in opened.uses:
         full = _gathered(data, [replace(use, bucket=use.bucket.exact)])
         for i in use.members:
-            out[i] = full[i].clone(memory_format=torch.contiguous_format)
+            if model and use.bucket.cut:
+                out[i] = join_parts(use.home, opened.leaves[i], full[i])
+            else:
+                out[i] = full[i].clone(memory_format=torch.contiguous_format)
     return opened.build(out)
+
+
+def join_parts(home: Any, leaf: Any, part: Tensor) -> Tensor:
+    """A leaf of the whole model, in memory of its own, of which this rank has a part in full.
+
+    Communication: an all-gather over the parts of the model.
+    """
+    found = collectives.all_gather(home.model.parts, part)
+    dim = leaf.bucket.cut[leaf.slot]
+    return found.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 # Both hops of the gradients, which are means: hop 1 in partition groups, hop 2 over replicas.

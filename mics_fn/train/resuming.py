@@ -301,8 +301,9 @@ def _take_back(trainer: Any, found: checkpoint.Loaded, *, strict: bool) -> None:
     """Let a `Trainer` go on from a step that was loaded into its memory.
 
     Placement, the size of partition groups, budgets and buckets may differ from those of the save,
-    and change only how sums are rounded. With another number of ranks the pass goes on behind the
-    samples that were used, random states are not taken, and `accumulate` may differ.
+    and change only how sums are rounded, and a model may be in another number of parts. With
+    another number of data-parallel ranks the pass goes on behind the samples that were used, random
+    states are not taken, and `accumulate` may differ.
 
     Args:
       trainer: made as the saved one was.
@@ -364,7 +365,8 @@ class Checkpoints:
 
     What is saved is all that decides the steps to come: parameters, optimizer state, buffers, the
     guard, what merges of replicas need, the place in the data, and random states. A `Trainer` made
-    with the same options on as many ranks takes the same steps, to the bit.
+    with the same options on as many ranks takes the same steps, to the bit. A model in parts may go
+    on in another number of them.
 
     Args:
       folder: the folder of the job's checkpoints, which all ranks share; it need not exist. A
@@ -471,11 +473,11 @@ class Checkpoints:
                 writing.covers(found.state, "state", "load")
                 _take_back(trainer, found, strict=self.other_options == "raise")
         except errors.CheckpointNotFound:
-            if trainer.options.home.position == 0:
+            if trainer.options.home.state.position == 0:
                 LOG.info("no checkpoint in %s: beginning at step 0", self.folder)
             return False
         self._saved, self._retries, self._ours = found.step, False, True
-        if trainer.options.home.position == 0:
+        if trainer.options.home.state.position == 0:
             LOG.info("going on from step %d in %s", found.step, self.folder)
         return True
 

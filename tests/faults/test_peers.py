@@ -20,6 +20,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from children import left_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import mics_fn as mf
 from mics_fn import _torch
@@ -151,6 +158,61 @@ def test_all_others_raise_soon_and_name_the_rank(fork, faults, odd, most_s):
             assert most_s - 1.5 < seconds < most_s, text
             assert f"rank {odd}" in text
             assert "fix: " in text
+
+
+class Failing(nn.Module):
+    """A layer whose call fails on one rank, while another part waits for it in torch."""
+
+    fault, k = "", 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.k == AT:
+            fail(self.fault)
+        return x
+
+
+def train_in_parts(odd: int, fault: str, sizes: tuple[int, ...]) -> Any:
+    """Steps of a model whose parts meet in groups of the mesh, which torch made."""
+    rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    store = _torch.serve_store("127.0.0.1", port) if rank == 0 else None
+    store = store or dist.TCPStore("127.0.0.1", port, size, False)  # pyright: ignore
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp"))
+    how: dict[str, Any] = {"timeout_s": 30.0, "heartbeat_s": LIMIT_S, "stages": "pp"}
+    groups = mf.make_groups(sizes[1], mesh=mesh, model="tp", **how)
+    model = nn.Sequential(nn.Linear(4, 8), Failing(), nn.Linear(8, 4))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    trainer = mf.Trainer(model, mf.optim.sgd(0.1), groups, loss=lambda m, x: m(x).square().mean())
+    for k in range(STEPS):
+        began, Failing.k, Failing.fault = time.time(), k, fault if rank == odd else ""
+        try:
+            trainer.step(torch.ones(2, 4))
+        except MicsError as error:
+            kind, who = getattr(error, "kind", type(error).__name__), getattr(error, "rank", None)
+            groups.state.abandon(error)
+            return k, kind, who, time.time() - began, str(error)
+    return STEPS, "", None, 0.0, ""
+
+
+@pytest.mark.parametrize(
+    ("fault", "odd", "sizes", "most_s"),
+    [
+        ("raised", 2, (1, 2, 2), 1.0),
+        ("killed", 1, (1, 2, 2), 1.0),
+        ("silent", 2, (1, 2, 2), LIMIT_S + 1.0),
+        ("exited", 3, (2, 1, 2), 1.0),  # of the second stage
+    ],
+    ids=str,
+)
+def test_a_rank_of_one_part_is_named_on_all_others(fork, fault, odd, sizes, most_s):
+    """Also on those that share no group with it, and where ranks wait for parts in torch."""
+    found = fork(train_in_parts, odd, fault, sizes).wait(set(range(N)) - {odd})
+    for done, how, who, seconds, text in found.values():
+        kind = "raised" if fault == "exited" else fault  # in a step both are an exception
+        assert (done, how, who) == (AT, kind, odd), text
+        assert seconds < most_s, text
+        assert f"rank {odd}" in text
+        assert "fix: " in text
 
 
 def refused() -> str:

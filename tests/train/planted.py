@@ -110,4 +110,18 @@ PLANTED = [
         "replicas=self.replicas,",
         "train/test_mesh.py -k fsdp2",
     ),
+    (
+        "buffers are compared between the parts of a model",
+        "faults/comparing.py",
+        "(x.home is None and home in whole)",
+        "x.home is None",
+        "train/test_reset_parts.py -k buffer_may",
+    ),
+    (
+        "a reset leaves calls undone in the groups of a mesh",
+        "groups/lent.py",
+        "lent.group = renewed.process_group()",
+        "pass",
+        "train/test_reset_parts.py -k anew",
+    ),
 ]
