@@ -43,8 +43,10 @@ Limits:
 - Kernels that read raw pointers (Triton, DLPack, C++ that is not an op to torch) need
   `weight.clone()`, and asking for an address raises. `other.data = weight` cannot be refused and
   has no memory to take: use `other.copy_(weight)`.
-- A deferred parameter that enters a region of `torch.compile` raises. Use `gather` around the
-  region, or a `clone()` of each parameter at its edge, which counts as one use.
+- Of `torch.compile`, what takes deferred parameters is a region (`mf.compile`, `mf.compile_blocks`,
+  or what is compiled in the model of a `Trainer`); see [Note: regions] in `regions`. In any other
+  compiled function such a parameter raises. Results of a region that lie in a bucket are copied. In
+  a region that is recomputed or differentiated twice what torch says of compiled code holds.
 - `vmap` over shards raises LeafError; `vmap` inside the loss works.
 - `torch.utils.checkpoint` works with `use_reentrant=False`; the other form raises LeafError. Run
   backward inside the `functional_call`, as `Trainer` does; outside of it the module would recompute
@@ -55,7 +57,7 @@ Where to start reading: `deferring`, then [Note: deferred parameters] in `live` 
 and fetch] in `deferring`. `live` fetches and drops, `reduction` does both hops, `memory` says where
 both of them put buckets, and a `GradSum` runs backward. To treat an op specially, add a handler to
 `Deferred.handlers` in `live`; to change when buckets are fetched, write a policy in the wing
-`schedules`, and leave this one alone.
+`schedules`, and leave this one alone. Compiled code is called in `regions`.
 """
 
 from mics_fn.deferred.deferring import GradSum, bucket_sizes, check_loss, defer, record

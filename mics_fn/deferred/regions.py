@@ -15,6 +15,7 @@ whether another graph wrote to them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -72,6 +73,12 @@ class _Saved:
         return bucket.read(kept).detach()
 
 
+@cache
+def _hooks() -> list[Callable[..., Any]]:
+    """Hooks that are not compiled where a region runs a part of its code as it is."""
+    return list(map(torch.compiler.disable, (_Saved.pack, _Saved.unpack)))
+
+
 class Region:
     """A function that is compiled, and may be given deferred parameters.
 
@@ -111,7 +118,7 @@ class Region:
         try:
             for own in self._owners:
                 own.update({name: views.get(id(x), x) for name, x in own.items()})
-            with saved_tensors_hooks(saved.pack, saved.unpack):
+            with saved_tensors_hooks(*(partial(hook, saved) for hook in _hooks())):
                 out = self.compiled(*self.first, *args, **kwargs)
         finally:
             for own, values in zip(self._owners, kept, strict=True):
