@@ -20,9 +20,9 @@ Example:
   {'w': tensor([0.8000, 0.8000, 0.8000])}
 
 All names follow, as `name` - what it is - what a rank sends. Where the last part is missing it
-sends nothing. `from mics_fn import *` takes all those without a dot but `set`, which would hide
-Python's own. "Digests" are 32 bytes for a new tree,
-and 8 per leaf where values are compared.
+sends nothing. `from mics_fn import *` takes all those without a dot but `compile` and `set`, which
+would hide Python's own. "Digests" are 32 bytes for a new tree, and 8 per leaf where values are
+compared.
 
 Ranks and groups:
   `init_distributed` - starts torch.distributed as the launcher says, chooses the device - its start
@@ -112,6 +112,8 @@ Training loops:
   `Trainer` - a short loop around the verbs - a step: gathers by schedule, hop 1s, one hop 2
   `Checkpoints` - saves a `Trainer` every so many steps; a new one goes on - as `start_save`
   `FaultPolicy` - how a `Trainer` compares replicas and writes steps
+  `compile_blocks` - a copy of a module with submodules as regions of `torch.compile`
+  `compile` - `torch.compile` of a function that takes deferred parameters
   `sampler` - torch's `DistributedSampler` over the ranks of groups - small messages
   `replicas` - the namespace of when replicas become one
   `replicas.every_step` - a policy: hop 2 in every step, as in MiCS

@@ -21,6 +21,7 @@ import os
 import socket
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -439,13 +440,35 @@ def compiler_of(made: Any) -> Any:
     return own if hasattr(own, "compiler_config") else None
 
 
-@functools.cache
+_COMPILES: list[Any] = []  # what is told that torch compiles, and what ends its silence
+
+
+def _compile_begins(_: Any) -> None:
+    _COMPILES[0](True)
+    _COMPILES[1:] = [warnings.catch_warnings()]
+    _COMPILES[1].__enter__()
+    # The compiler reads `.grad` of everything, also of what autograd gives none.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+
+
+def _compile_ends(_: Any) -> None:
+    _COMPILES.pop().__exit__(None, None, None)
+    _COMPILES[0](False)
+
+
 def on_compile(call: Callable[[bool], None]) -> None:
     """Call a function with True where `torch.compile` begins to compile, and with False behind."""
     from torch._dynamo.callback import callback_handler
 
-    callback_handler.register_start_callback(lambda _: call(True))
-    callback_handler.register_end_callback(lambda _: call(False))
+    _COMPILES[:1] = [call]
+    if _compile_begins not in callback_handler.start_callbacks:  # which a reset of it has cleared
+        callback_handler.register_start_callback(_compile_begins)
+        callback_handler.register_end_callback(_compile_ends)
+
+
+def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
+    """The parameters of a module itself by name, in the place from which it takes them."""
+    return module._parameters
 
 
 def compiled_call(module: torch.nn.Module) -> Any:

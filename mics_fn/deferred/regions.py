@@ -98,13 +98,13 @@ class Region:
     ) -> None:
         self.fn, self.compiled, self.first = fn, compiled, first
         self._called = False
-        _torch.on_compile(hooks.busy)
         owners = () if module is None else module.modules()
-        self._owners: list[Any] = [each._parameters for each in owners if each._parameters]
+        self._owners = [own for each in owners if (own := _torch.own_parameters(each))]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _torch.inside_torch_func() or _torch.is_tracing():  # where it would compile nothing
             return self.fn(*self.first, *args, **kwargs)
+        _torch.on_compile(hooks.busy)
         leaves, spec = tree.flatten((args, kwargs))
         given = [x for own in self._owners for x in own.values()]
         views, some = _opened([*given, *leaves], own=self._called)
@@ -160,5 +160,5 @@ def _versions(views: Iterable[Tensor]) -> list[int]:
 
 def _without_bucket(x: Any, memory: Sequence[range]) -> Any:
     """A result of a region, as a copy if it lies in a bucket, which soon has other values."""
-    lies = isinstance(x, Tensor) and x.numel() and any(x.data_ptr() in each for each in memory)
-    return x.clone() if lies else x
+    inside = isinstance(x, Tensor) and x.numel() and any(x.data_ptr() in each for each in memory)
+    return x.clone() if inside else x

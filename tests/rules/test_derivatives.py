@@ -745,9 +745,9 @@ CONSTANT = "init_state same_step same_replicas keep_all on_demand every_step ini
 CONSTANT += " save_dcp save_pretrained warmup_cosine static_scale dynamic_scale inject"
 CONSTANT += " move"
 # Those that give no tensor that was made of tensors.
-READS = "steps latest verify record plan bucket_sizes summary watch norm_spike sampler node"
+READS = "steps latest verify record plan bucket_sizes summary watch norm_spike sampler node compile"
 READS += " make_groups reset init_distributed plan_groups where"
-OTHERS = {*f"{OPTIMIZERS} {CONSTANT} {READS}".split()}
+OTHERS = {*f"{OPTIMIZERS} {CONSTANT} {READS} compile_blocks".split()}
 OTHER_METHODS = {
     *("Cluster.cell", "Cluster.run", "Cluster.reset", "Cluster.restart", "Checkpoints.save"),
     *("Watched.timeline", "Watched.memory", "Timeline.sent_bytes", "Timeline.waited_s"),
