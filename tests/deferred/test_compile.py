@@ -3,6 +3,7 @@
 import copy
 import ctypes
 import re
+import shutil
 import warnings
 from typing import Any
 
@@ -140,8 +141,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def as_eager(p, case):
-    groups = mf.make_groups(p)
+def as_eager(p, case, node_size=None):
+    groups = mf.make_groups(p, node_size=node_size)
     want = trained(groups, eager, **CASES[case])
     found = trained(groups, named, **CASES[case])
     same(found, want)
@@ -155,6 +156,34 @@ def as_eager(p, case):
 @pytest.mark.parametrize("world", [1, 2])
 def test_regions_train_to_the_bit_of_eager_blocks(ranks, world, case):
     ranks(world).run(quiet, as_eager, world, case)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("p", [2, 4])  # in levels, and with a second replica
+@pytest.mark.parametrize("case", ["a limit", "all kept", "codes"])
+def test_regions_on_four_ranks_train_to_the_bit_of_eager_blocks(ranks, p, case):
+    ranks(4).run(quiet, as_eager, p, case, 2)
+
+
+def by_inductor(live_bytes):
+    """The default compiler fuses kernels, so sums are rounded in other places."""
+    groups = mf.make_groups(2)
+    torch._dynamo.reset()
+    losses = []
+    for compiled in (None, "blocks.*"):
+        torch.manual_seed(0)
+        how: dict[str, Any] = {"loss": square, "live_bytes": live_bytes, "compile": compiled}
+        trainer = mf.Trainer(Model(), mf.optim.adamw(1e-3), groups, **how)
+        losses.append([trainer.step(random(step, 8, WIDTH)).loss.item() for step in range(4)])
+    for want, got in zip(*losses, strict=True):
+        assert got == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not shutil.which("g++"), reason="its kernels for CPUs need a compiler of C++")
+@pytest.mark.parametrize("live_bytes", [0, None])
+def test_the_default_compiler_trains_as_eager_blocks(ranks, live_bytes):
+    ranks(2).run(quiet, by_inductor, live_bytes)
 
 
 def quiet(fn, *args):
