@@ -65,4 +65,39 @@ PLANTED = [
      "self._streams[device] = vars(self.state).setdefault(\n"
      "                str(device), _torch.own_stream(device)\n            )",
      "device/test_apart.py -k delays_nothing_else"),
+    (
+        "a region saves its weights for backward",
+        "deferred/regions.py",
+        "if value.numel() and at in bucket.memory and bucket.full is not None:",
+        "if False:",
+        "deferred/test_compile.py -k one_use",
+    ),
+    (
+        "a result of a region lies in a bucket",
+        "deferred/regions.py",
+        "return x.clone() if inside else x",
+        "return x",
+        "deferred/test_compile.py -k output",
+    ),
+    (
+        "a region writes to its parameters",
+        "deferred/regions.py",
+        "if _versions(views.values()) != before:",
+        "if False:",
+        "deferred/test_compile.py -k regions_cannot",
+    ),
+    (
+        "a rank that compiles for long is dead",
+        "faults/monitor.py",
+        "if self._states and not self._busy else 0",
+        "if self._states else 0",
+        "deferred/test_compile.py -k for_long",
+    ),
+    (
+        "a region inside of torch.func is compiled",
+        "deferred/regions.py",
+        "if _torch.inside_torch_func() or _torch.is_tracing():",
+        "if False:",
+        "deferred/test_compile.py -k inside_of_torch_func",
+    ),
 ]  # fmt: skip

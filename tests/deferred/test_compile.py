@@ -67,12 +67,13 @@ class Model(nn.Module):
         self.kind, self.wrapped = kind, wrapped
 
     def forward(self, x):
-        x = self.first(x)
+        x, given = self.first(x), []
         for block in self.blocks:
             call = block if self.wrapped is None else (lambda y, b=block: self.wrapped(b, y))
             out = call(x)
-            x = out if isinstance(out, torch.Tensor) else out[0] + out[1].sum()
-        return x
+            x, *more = out if isinstance(out, tuple) else (out,)
+            given += more
+        return x + sum(each.sum() for each in given)  # when their buckets may have gone
 
 
 def around(block, x):
