@@ -403,6 +403,29 @@ def test_what_regions_cannot_do_is_refused(ranks, world):
     ranks(world).run(quiet, refused, world)
 
 
+def sizes_that_change():
+    """With dynamic=True other sizes of batches make no graph; recomputing by reentry is named."""
+    groups, losses = mf.make_groups(2), []
+    dynamic = lambda m: mf.compile_blocks(m, "blocks.*", backend="aot_eager", dynamic=True)  # noqa: E731
+    for compiled in (eager, dynamic):
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        trainer = mf.Trainer(
+            compiled(Model()), mf.optim.sgd(0.1), groups, loss=square, live_bytes=0
+        )
+        losses.append([trainer.step(random(n, n, WIDTH)).loss.item() for n in (4, 6, 9)])
+    assert losses[0] == losses[1]
+    assert counters["stats"]["unique_graphs"] == 1
+    reentrant = lambda block, x: checkpoint(block, x, use_reentrant=True)  # noqa: E731
+    with pytest.raises(mf.errors.LeafError, match="use_reentrant=False"):
+        trained(groups, named, wrapped=reentrant, live_bytes=0)
+
+
+def test_batches_of_other_sizes_and_reentry(ranks):
+    ranks(2).run(quiet, sizes_that_change)
+
+
 def others():
     groups = mf.make_groups(2)
     pattern = "blocks.*" if groups.rank else "blocks.0"
