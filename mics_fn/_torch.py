@@ -456,14 +456,22 @@ def _compile_ends(_: Any) -> None:
     _COMPILES[0](False)
 
 
-def on_compile(call: Callable[[bool], None]) -> None:
-    """Call a function with True where `torch.compile` begins to compile, and with False behind."""
+def on_compile(call: Callable[[bool], None], skips: Sequence[Any]) -> None:
+    """Call a function with True where `torch.compile` begins to compile, and with False behind.
+
+    Args:
+      call: the function.
+      skips: functions that are not to be compiled where they are called amid compiled code.
+    """
+    from torch._dynamo import eval_frame
     from torch._dynamo.callback import callback_handler
 
     _COMPILES[:1] = [call]
     if _compile_begins not in callback_handler.start_callbacks:  # which a reset of it has cleared
         callback_handler.register_start_callback(_compile_begins)
         callback_handler.register_end_callback(_compile_ends)
+        for each in skips:
+            eval_frame.skip_code(each.__code__)
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, Any]:

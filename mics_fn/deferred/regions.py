@@ -15,7 +15,7 @@ whether another graph wrote to them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -73,12 +73,6 @@ class _Saved:
         return bucket.read(kept).detach()
 
 
-@cache
-def _hooks() -> list[Callable[..., Any]]:
-    """Hooks that are not compiled where a region runs a part of its code as it is."""
-    return list(map(torch.compiler.disable, (_Saved.pack, _Saved.unpack)))
-
-
 class Region:
     """A function that is compiled, and may be given deferred parameters.
 
@@ -104,7 +98,7 @@ class Region:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _torch.inside_torch_func() or _torch.is_tracing():  # where it would compile nothing
             return self.fn(*self.first, *args, **kwargs)
-        _torch.on_compile(hooks.busy)
+        _torch.on_compile(hooks.busy, skips=(_Saved.pack, _Saved.unpack))
         leaves, spec = tree.flatten((args, kwargs))
         given = [x for own in self._owners for x in own.values()]
         views, some = _opened([*given, *leaves], own=self._called)
@@ -118,7 +112,7 @@ class Region:
         try:
             for own in self._owners:
                 own.update({name: views.get(id(x), x) for name, x in own.items()})
-            with saved_tensors_hooks(*(partial(hook, saved) for hook in _hooks())):
+            with saved_tensors_hooks(saved.pack, saved.unpack) if some else nullcontext():
                 out = self.compiled(*self.first, *args, **kwargs)
         finally:
             for own, values in zip(self._owners, kept, strict=True):
@@ -137,9 +131,10 @@ def _opened(given: Iterable[Any], *, own: bool) -> tuple[dict[int, Tensor], list
       given: parameters, and other values.
       own: whether those that a rank holds in full are views of its shards.
     """
-    found: dict[int, Any] = {
-        id(x): x for x in given if type(x) is Deferred or hasattr(x, "_shared")
-    }
+    found: dict[int, Any] = {}
+    for x in given:
+        if isinstance(x, Tensor) and (type(x) is Deferred or "_shared" in x.__dict__):
+            found[id(x)] = x
     deferred: list[Any] = [x for x in found.values() if type(x) is Deferred]
     if deferred:
         Deferred.fetch(deferred)
