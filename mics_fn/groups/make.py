@@ -345,7 +345,7 @@ def _create(
     partition = replace(partition, name="partition")  # in the ledger
     replicas, second = comm("replicas", rows), comm("replicas, second", rows)
     model = _model(comm, plan, universes, parts, ranks, position, cut) if cut else None
-    axes = zip(lent, (model.parts, model.stages), strict=True) if model else ()
+    axes = zip(lent, (model.parts, model.stages), strict=False) if model else ()
     lends = {name: own for name, own in axes if name and own.size > 1}
     anew = dict[str, Comm]()
     if state.key != state.first:  # those of the mesh may have ended in the middle of a call
