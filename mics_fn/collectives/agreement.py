@@ -77,10 +77,16 @@ def _difference(
     return disagreement(f"{what}: ranks disagree on the tree", texts, fix, first)
 
 
-def report_outside(home: Home, error: E) -> E:
-    """Report an error that all ranks of `home` raise to the other ranks of the groups."""
+def report_outside(home: Home, error: E, *, stages: bool = False) -> E:
+    """Report an error to the other ranks of the groups than those of `home`, which all raise it.
+
+    Args:
+      home: whose ranks; without `stages` those of this rank's stage alone.
+      error: what they raise.
+      stages: whether those of other stages of a pipeline raise it, too.
+    """
     channel = home.hierarchy.channel
-    if channel.job_size > len(reached(home, stages=False)):
+    if channel.job_size > len(reached(home, stages=stages)):
         channel.report(str(error))
     return error
 
@@ -247,7 +253,7 @@ def _verdict(
         fix = "see what these ranks raise; nothing was changed on any rank"
         verdict = disagreement(f"{verb}: it failed on other ranks", texts, fix)
     for home in homes:
-        report_outside(home, verdict)
+        report_outside(home, verdict, stages=True)
     return verdict
 
 
