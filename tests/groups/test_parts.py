@@ -17,7 +17,7 @@ from torch.func import grad
 import mics_fn as mf
 from mics_fn.groups import GroupState
 from mics_fn.groups.groups import Model
-from mics_fn.groups.make import _create, cut_rule, universes_of
+from mics_fn.groups.make import Parts, _create, cut_rule, universes_of
 from mics_fn.groups.topology import Topology, plan_groups
 from mics_fn.shards.pack import watchers
 
@@ -52,9 +52,9 @@ def without_processes(universes, p, parts, rank):
     state = GroupState(tuple(r for ranks in universes for r in ranks), rank)
     state.rejoining = True
     plan, device = plan_groups(Topology((len(universes[0]),)), p), torch.device("cpu")
-    how = {"universes": universes, "parts": parts, "cut": cut_rule("")}
+    held = Parts(universes, parts, cut_rule(""))
     mine = next(ranks for ranks in universes if rank in ranks)
-    return _create(state, None, 0.0, plan, mine, device, None, **how)
+    return _create(state, None, 0.0, plan, mine, device, None, held)
 
 
 @settings(deadline=None, max_examples=40)

@@ -113,7 +113,7 @@ PLANTED = [
     (
         "buffers are compared between the parts of a model",
         "faults/comparing.py",
-        "(x.home is None and home in whole)",
+        "(x.home is None and not home.of)",
         "x.home is None",
         "train/test_reset_parts.py -k buffer_may",
     ),
