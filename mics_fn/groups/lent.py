@@ -51,7 +51,7 @@ class _Work(dist.Work):
         watched = [(state, comm) for state, comm in users if not state.on_device]
         while watched and not self.work.is_completed():
             with suppress(RuntimeError):  # of time that is up; another one is raised at the end
-                self.work.wait(_SLEEP)
+                return self.work.wait(_SLEEP)  # some know only then that they are done
             for state, comm in watched:
                 waited_s = time.monotonic() - began
                 state.watch.check((), waited_s, comm.ranks)

@@ -456,7 +456,7 @@ class CopiesCheck:
             home.partition.check_open()
             for part, place, at in odd[:1]:
                 other = ranks[part * (len(ranks) // count) + place]
-                raise _unlike(*names[at], f"ranks {ranks[place]} and {other}")
+                raise _unlike(*names[int(at)], f"ranks {ranks[place]} and {other}")
 
 
 def _unlike(bucket: shards.Bucket, slot: int, ranks: str) -> DesyncError:

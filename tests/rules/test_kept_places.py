@@ -123,7 +123,7 @@ OF_STATES: dict[str, Callable[[Any, mf.Groups], Any]] = {
 }
 # Public functions of shards or states that give none, or whose places are an argument.
 OTHERS = {
-    *("gather", "unshard", "defer", "get", "summary"),  # full values
+    *("gather", "unshard", "defer", "get", "summary", "shards.as_dtensors"),  # full values
     *("record", "bucket_sizes", "optim.global_norm", "optim.leaf_norms", "optim.inner"),  # numbers
     *("checkpoint.save", "checkpoint.start_save", "checkpoint.save_pretrained"),
     *("checkpoint.save_dcp", "checkpoint.verify", "sampler", "placement.place"),
