@@ -74,7 +74,7 @@ def fill(path: Path, saved: directory.Manifest, target: Contents) -> Any:
             flat = torch.empty(x.numel(), dtype=x.dtype) if is_placed(x) else x.view(-1)
             filled.append((x, flat))
             forms = (source, saved.tensors[source][1]), (name, piece.shape)
-            runs = partial(_runs, *(_division(*form) for form in forms), piece.origin, x.numel())
+            runs = partial(_runs, forms, piece.origin, x.numel())
             wanted += [(file, part, flat, runs) for part, file in saved.slices.get(source, ())]
             continue
         stop = piece.origin + piece.data.numel()
@@ -114,15 +114,10 @@ def _division(name: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
     return shape[0], prod(shape[1:]), prod(shape[1 + dim :])
 
 
-def _runs(
-    source: tuple[int, int, int],
-    target: tuple[int, int, int],
-    origin: int,
-    size: int,
-    part: directory.Slice,
-) -> Iterator[Run]:
+def _runs(forms: Any, origin: int, size: int, part: directory.Slice) -> Iterator[Run]:
     """Which elements of a slice of a leaf in some parts lie in a range of the leaf in others."""
-    (count, numel, inner), (parts, length, row), low = source, target, part.start
+    (count, numel, inner), (parts, length, row) = (_division(*form) for form in forms)
+    low = part.start
     step = gcd(inner, row)  # so many lie together in both
     while low < part.stop:
         high = min(part.stop, (low // step + 1) * step)

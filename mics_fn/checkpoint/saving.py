@@ -155,7 +155,7 @@ def contents_of(
             continue
         if is_leaf(leaf) and leaf.bucket is not None:
             own = homes.get(leaf.bucket, home)
-            own = own if own.model is None else own.home_of(leaf.bucket.cut)
+            own = own if own.model is None or leaf.bucket.cut else own.copies
             for key, piece in _pieces_of(verb, name, leaf, own).items():
                 found.add(key + found.stage, piece, replicas)
         elif isinstance(leaf, Tensor) or is_leaf(leaf):

@@ -320,11 +320,7 @@ class Hierarchy:
 
     num_replicas = 1  # it knows no other replicas
     independent, model = False, None
-    origin = stage = hierarchy  # as those of `Groups`
-
-    def home_of(self, cut: object) -> "Hierarchy":
-        """Itself: leaves that are cut over a model and copies have the same partition groups."""
-        return self
+    origin = copies = stage = hierarchy  # of all of which the partition groups are the same
 
     @property
     def axes(self) -> tuple[Comm, ...]:
@@ -522,10 +518,6 @@ class Groups:
         alone = Comm.of_one("stages", self.state, self.timeout_s)
         derive = (*self.derive, lambda made: made.stage)
         return replace(self, derive=derive, model=model._replace(universes=own, stages=alone))
-
-    def home_of(self, cut: object) -> "Groups":
-        """The groups of a leaf that is cut over the parts of the model, or of one that is not."""
-        return self if cut else self.copies
 
     @cached_property
     def replica(self) -> "Groups":

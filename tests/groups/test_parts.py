@@ -82,7 +82,9 @@ def test_groups_of_parts_reach_each_rank_once(names, stages, sizes, parts):
             # Along the axes, one after the other, each rank is met once, as in `stacked_ranks`.
             met = [rank]
             for axis in range(len(home.axes)):
-                others = [every[x].home_of(home is groups).axes[axis].ranks for x in met]
+                others = [
+                    (every[x] if home is groups else every[x].copies).axes[axis].ranks for x in met
+                ]
                 met = [x for row in zip(*others, strict=True) for x in row]
             assert met == home.stacked_ranks
         assert copies.partition is groups.partition

@@ -78,8 +78,8 @@ PLANTED = [
     (
         "a copy of a leaf lives on the groups of one part",
         "shards/verbs.py",
-        "homes = [home.home_of(dim is not None) for",
-        "homes = [home.home_of(True) for",
+        "homes = [x.copies if dim is None else x for",
+        "homes = [x for",
         "train/test_mesh.py -k one_process",
     ),
     (
