@@ -141,8 +141,7 @@ def make_groups(
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
     universes, sizes, count = universes_of(ranks, mesh, rank, world_size, model, stages)
     universe = universes[0] if len(universes) == 1 else next(x for x in universes if rank in x)
-    if partition_size is None and len(sizes) == 2:
-        partition_size = sizes[1]
+    partition_size = sizes[1] if partition_size is None and len(sizes) == 2 else partition_size
     job, rule = tuple(chain.from_iterable(universes)), cut_rule(cut) if cut else no_cut
     if len(universes) > 1:  # one that takes another dimension for `model` meets the others, too
         job, given["universes"] = tuple(sorted(job)), universes
@@ -172,7 +171,6 @@ def make_groups(
             lent = [_torch.name_in_mesh(mesh, dim) for dim in (model, stages)]
             how["parts"] = Parts(universes, count, rule, lent)
         state.recipe = partial(_create, **how)
-        state.first = state.key
         return state.recipe(state, store, deadline)
     except BaseException:
         state.watch.close()
@@ -327,6 +325,7 @@ def _create(
     parts: Parts | None = None,
 ) -> Groups:
     """Create the groups that this rank is a member of, in the same order on every rank."""
+    state.first = state.first or state.key
     position = ranks.index(state.rank)
     at = lambda positions: tuple(ranks[i] for i in positions)  # noqa: E731
     chunk, order = plan.chunk(position), at(plan.chunk_order(position))

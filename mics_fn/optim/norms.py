@@ -155,20 +155,18 @@ def measured(verb: str, grads: Tree, groups: Any, root: str = "grads") -> Measur
 
 def norm_here(found: Measured) -> Tensor:
     """Compute the norm of the leaves that these groups reach."""
-    totals = _over_all(squares_here(found), found.live)
-    if not totals:
-        return torch.zeros((), dtype=torch.float64)
-    total = torch.stack(totals).sum()
+    total = _over_all(squares_here(found), found.live)
     return _roots(total) if found.live else total.sqrt()
 
 
-def _over_all(here: dict[Home, Tensor], live: bool) -> list[Tensor]:
-    """Add up a number of each home over all ranks that have pieces of its leaves."""
+def _over_all(here: dict[Home, Tensor], live: bool) -> Tensor:
+    """Add up numbers of homes, and each of them over all ranks that have pieces of its leaves."""
     sums = dict[Home, Tensor]()
     for home, x in here.items():  # all parts have the same of copies
         share = x * (home.num_pieces / home.origin.num_pieces)
         sums[home.origin] = sums.get(home.origin, 0) + share
-    return [_total(home, x, live) for home, x in sums.items()]
+    totals = [_total(home, x, live) for home, x in sums.items()]
+    return torch.stack(totals).sum() if totals else torch.zeros((), dtype=torch.float64)
 
 
 def squares_here(found: Measured) -> dict[Home, Tensor]:
@@ -421,8 +419,7 @@ def inner(a: Tree, b: Tree, groups: Any) -> Tensor:
         products = [(left.pieces[i].double() * right.pieces[i].double()).sum() for i in index]
         if products:
             here[home] = torch.stack(products).sum()
-    totals = _over_all(here, left.live or right.live)
-    return torch.stack(totals).sum() if totals else torch.zeros((), dtype=torch.float64)
+    return _over_all(here, left.live or right.live)
 
 
 def _opened(verb: str, given: Tree, groups: Any, root: str, whole: bool) -> Measured:

@@ -22,8 +22,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from mics_fn import checks, optim, shards, tree
-from mics_fn.collectives import together
-from mics_fn.collectives.levels import start_collect
+from mics_fn.collectives import levels, together
 from mics_fn.errors import DesyncError, message
 from mics_fn.tree import Tree
 
@@ -448,8 +447,8 @@ class CopiesCheck:
                 continue
             names.sort(key=lambda x: (x[0].index, x[1]))
             few = pad_sequence([self._seen[x] for x in names], batch_first=True)
-            every, count = start_collect(home.stage.axes, few).wait(), home.origin.model.parts.size
-            rows, ranks = every.view(count, -1, *few.shape), home.stage.stacked_ranks
+            every, count = levels.start_collect(home.stage.axes, few), home.origin.model.parts.size
+            rows, ranks = every.wait().view(count, -1, *few.shape), home.stage.stacked_ranks
             gaps, sizes = (rows - rows[0]).norm(dim=3), rows.norm(dim=3)
             sizes = torch.maximum(sizes, sizes[0])
             odd = ((gaps > _FAR * sizes) & (sizes > _SMALL * sizes.max())).nonzero().tolist()
