@@ -80,6 +80,6 @@ PLANTED = [
     ("stages have one step between them", _C, "found.values[name + found.stage]",
      "found.values[name]", "checkpoint/test_saved_parts.py -k stages_are_saved"),
     ("each part reads the first part of a file", "init/model.py",
-     "sum(map(mul, at, steps)) + parts.rank * sizes[dim] * steps[dim]",
-     "sum(map(mul, at, steps))", "checkpoint/test_saved_parts.py -k full_leaves"),
+     "(parts.size - 1) + parts.rank) * inner",
+     "(parts.size - 1)) * inner", "checkpoint/test_saved_parts.py -k full_leaves"),
 ]  # fmt: skip
