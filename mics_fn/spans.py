@@ -121,7 +121,8 @@ def calling(text: str, tensors: Sequence[Any], comms: Sequence[Any]) -> None:
 # What a collective does, as `Pending` says it, by the kind of the span.
 _KINDS = {"hop 1": "hop1", "hop 2": "hop2", "reduction": "hop1"}
 _QUIET = ("use", "pack")  # what the log leaves out
-HOP_2 = "replicas"  # the communicator of hop 2, also where it follows hop 1 in one call
+# The communicators of hop 2, also where it follows hop 1 in one call.
+HOP_2 = ("replicas", "copies")
 
 
 # Each has `begin(span)`, `end(span, begun)` with what that gave, and
@@ -211,7 +212,7 @@ def kind_of(does: str, level: str = "") -> str:
     ('hop1', 'fetch', 'hop2')
     """
     kind = _KINDS.get(does) or _KINDS.get(does.partition(" ")[0]) or does
-    return "hop2" if kind == "hop1" and level == HOP_2 else kind
+    return "hop2" if kind == "hop1" and level in HOP_2 else kind
 
 
 def resident(kind: str, key: Hashable, nbytes: int) -> None:

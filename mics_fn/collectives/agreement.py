@@ -54,7 +54,7 @@ def agree(
         return
     sent = torch.tensor(list(mine), dtype=torch.uint8, device=groups.device)
     if len(set(map(bytes, collect_values(groups.stage, sent).values()))) > 1:
-        raise report_outside(groups, _difference(groups, what, facts, fixes or {}))
+        raise report_outside(groups.stage, _difference(groups, what, facts, fixes or {}))
     groups.agreed.add((what, mine))
 
 
@@ -78,9 +78,9 @@ def _difference(
 
 
 def report_outside(home: Home, error: E) -> E:
-    """Report an error that all ranks of `home` raise to the other ranks of the groups."""
+    """Report an error to the other ranks of the groups than those of `home`, which all raise it."""
     channel = home.hierarchy.channel
-    if channel.job_size > len(home.stage.stacked_ranks):
+    if channel.job_size > len(home.stacked_ranks):
         channel.report(str(error))
     return error
 

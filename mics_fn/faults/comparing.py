@@ -388,7 +388,7 @@ class Comparison:
             for i, leaf in enumerate(leaves):
                 found = [{rank: rows[rank][i] for rank in ranks} for ranks in _replicas(home.stage)]
                 if any(len(set(sums.values())) > 1 for sums in found):
-                    raise collectives.report_outside(home, self._error(leaf, found))
+                    raise collectives.report_outside(home.stage, self._error(leaf, found))
 
     def _error(self, leaf: _Compared, found: Sequence[Mapping[int, int]]) -> errors.DesyncError:
         """Name the first leaf that differs, from its sums by replication group."""

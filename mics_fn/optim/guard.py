@@ -251,7 +251,8 @@ def find_nonfinite(found: norms.Measured, loss: Tensor | None) -> tuple[str, tup
     (firsts,) = _said(homes, ["" if mine is None else json.dumps([mine, paths[mine]])])
     at, path = min(map(json.loads, filter(None, firsts.values())), default=(-1, ""))
     kind = ""  # of this rank's own gradient, before it was reduced
-    if path in paths:  # in a pipeline it may be in another stage
+    if path in paths:  # in a pipeline it may be in another stage, or in each at another place
+        at = paths.index(path)
         seen = _seen.get(leaves[at].bucket)
         kind = "" if seen is None else _kind(seen[leaves[at].slot].item())
         if any(at in index for home, index in found.homes.items() if len(home.ranks) == 1):

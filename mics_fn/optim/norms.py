@@ -182,9 +182,10 @@ def squares_here(found: Measured) -> dict[Home, Tensor]:
         for place, numbers in enumerate(stream.order):
             squares.update(zip(numbers, _squares(stream.take(place)).unbind(), strict=True))
         every = torch.stack([squares[i] for i in range(len(squares))])
-    sums = {}
+    sums, each = {}, every.split(1)
     for home, index in found.homes.items():
-        own = every if len(found.homes) == 1 else every[index]
+        # The host would wait for a copy of the index to the device.
+        own = every if len(found.homes) == 1 else torch.cat([every[:0], *(each[i] for i in index)])
         zero = torch.zeros(1, dtype=torch.float64, device=home.device)
         sums[home] = torch.cat([zero, own.to(home.device)]).sum()
     return sums

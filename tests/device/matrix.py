@@ -34,6 +34,7 @@ class Scenario:
     place: str | None
     options: Callable[[], Mapping[str, Any]]
     host_waits: int | None  # in a steady step; None where the update is one of the host
+    parts: int = 1  # of the model
 
 
 def _of(
@@ -44,6 +45,7 @@ def _of(
     program: str = "trained",
     guard: Mapping[str, Any] | None = None,
     sync: Callable[[int], Any] | None = None,
+    parts: int = 1,
     **options: Any,
 ) -> Scenario:
     """A scenario in nodes of two ranks; guards, schedules and syncs of replicas have a state."""
@@ -59,7 +61,7 @@ def _of(
         return found if sync is None else {**found, "replica_sync": sync(2)}
 
     node = 3 if ranks == 3 else min(2, ranks)
-    return Scenario(program, ranks, partition, node, place, made, waits)
+    return Scenario(program, ranks, partition, node, place, made, waits, parts)
 
 
 _BF16 = "param=f32, compute=bf16, reduce=f32, output=f32"
@@ -142,6 +144,10 @@ SCENARIOS: dict[str, Scenario] = {
     "fixed order": _of(4, live_bytes=_TWO, deterministic=True),
     "watched": _of(4, program="watched", live_bytes=_TWO, accumulate=2),
     "saved while it trains": _of(4, program="saved", live_bytes=_TWO),
+    # Parts that send over communicators of the groups, and hop 2 of copies.
+    "parts, two replicas": _of(4, 1, program="in_parts", parts=2, accumulate=2),
+    "parts, clipped": _of(4, program="in_parts", parts=2, live_bytes=0, guard={"max_norm": 8.0}),
+    "parts, overlapped": _of(4, 1, program="in_parts", parts=2, accumulate=2, **_OVERLAPPED),
     # What users do around it.
     "recomputation": _of(program="recomputed", live_bytes=0, accumulate=2),
     "an update before the run has ended": _of(program="updated_early"),

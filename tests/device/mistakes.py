@@ -101,6 +101,15 @@ MISTAKES: dict[str, Mistake] = {
         Change(_PENDING, _WAIT, "self.ready.synchronize()\n        self._keep"),
         law="no_host_waits",
     ),
+    "numbers of leaves are copied to the device": _of(
+        "parts, clipped",
+        Change(
+            "optim/norms.py",
+            "torch.cat([every[:0], *(each[i] for i in index)])",
+            "every[index]",
+        ),
+        law="no_host_waits",
+    ),
     "states go back to the host before they are updated": _of(
         "states on the host",
         Change(_COLUMNS, "_torch.follow(down, device)", "torch.accelerator.set_stream(down)"),

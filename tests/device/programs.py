@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from in_parts import CUT, batch_of, mesh_of, params_of, trainer_in_parts
 from matrix import BUCKET_BYTES, MODES, SCENARIOS, Scenario, Seen
 from models import STEPS, Forked, Net, Recomputed, batches, loss_of
 from simcuda import nccl, torch_cuda
@@ -44,9 +45,10 @@ def compared(name: str, modes: tuple[str, ...] = MODES) -> tuple[Numbers, dict[s
 
 def _run(scenario: Scenario, watch: Watch) -> Numbers:
     torch.manual_seed(0)
-    with mf.make_groups(
-        scenario.partition, node_size=scenario.node, device=watch.device, timeout_s=30
-    ) as groups:
+    how: dict[str, Any] = {"device": watch.device, "timeout_s": 30}
+    if scenario.parts > 1:
+        how |= {"mesh": mesh_of(scenario.parts), "model": "tp", "cut": CUT}
+    with mf.make_groups(scenario.partition, node_size=scenario.node, **how) as groups:
         if scenario.place is not None:
             groups = mf.placement.place(groups, scenario.place)
         options = dict(scenario.options())
@@ -70,6 +72,18 @@ def trained(groups: Any, watch: Watch, model: nn.Module | None = None, **options
             losses.append(trainer.step(batch).loss)
     loss = trainer.eval(data[0])
     return {"losses": torch.stack(losses), "eval": loss, **trainer.params()}
+
+
+def in_parts(groups: Any, watch: Watch, **options: Any) -> Numbers:
+    """Steps of a model whose parts add up over a communicator, in numbers that are exact."""
+    to_device = lambda values: {name: x.to(watch.device) for name, x in values.items()}  # noqa: E731
+    options = {"params": to_device(params_of(groups)), "bucket_bytes": 64, **options}
+    trainer, losses = trainer_in_parts(groups, **options), []
+    data = [tuple(x.to(watch.device) for x in batch_of(groups, step)) for step in range(STEPS)]
+    for batch in data:
+        with watch.step():
+            losses.append(trainer.step(batch).loss)
+    return {"losses": torch.stack(losses), "eval": trainer.eval(data[0]), **trainer.params()}
 
 
 def recomputed(groups: Any, watch: Watch, **options: Any) -> Numbers:

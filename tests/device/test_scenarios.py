@@ -13,7 +13,7 @@ from simcuda.server import Server
 COMPOSED = {
     *("codes, two replicas", "two levels, budget", "hybrid", "on the host, codes, hpz", "diloco"),
     *("states in files, overlapped", "saved while it trains", "f16 with a loss scale"),
-    *("recomputation", "torch.func, deferred"),
+    *("recomputation", "torch.func, deferred", "parts, two replicas"),
 }
 assert not COMPOSED - set(SCENARIOS)
 

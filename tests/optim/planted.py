@@ -52,5 +52,7 @@ PLANTED = [
      "if False:", "optim/test_guard.py -k plain_one"),
     ("the last leaf that is not finite is named, not the first", _G,
      "at, path = min(map(json.loads", "at, path = max(map(json.loads",
-     "optim/test_nonfinite.py -k first_leaf"),
+     "train/test_parts_trained.py -k in_one_part"),
+    ("a leaf is looked for at its place in another stage", _G, "at = paths.index(path)",
+     "pass", "train/test_parts_trained.py -k other_places"),
 ]  # fmt: skip

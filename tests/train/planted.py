@@ -124,4 +124,25 @@ PLANTED = [
         "pass",
         "train/test_reset_parts.py -k anew",
     ),
+    (
+        "what all stages have raised is reported to them",
+        "collectives/agreement.py",
+        "report_outside(home, verdict)",
+        "report_outside(home.stage, verdict)",
+        "train/test_parts_trained.py -k raised_again",
+    ),
+    (
+        "hop 2 of copies is shown as hop 1",
+        "spans.py",
+        'HOP_2 = ("replicas", "copies")',
+        'HOP_2 = ("replicas",)',
+        "train/test_parts_trained.py -k shows",
+    ),
+    (
+        "a replica alone merges copies over all replicas",
+        "groups/groups.py",
+        "copies=model.parts)",
+        "copies=model.copies)",
+        "train/test_parts_trained.py -k merges_are",
+    ),
 ]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from in_parts import RATE, batch_of, groups_in_parts, trainer_in_parts
 
 import mics_fn as mf
 from tests.stress.rejoin import Loss, Rank, judged, made, run_loss
@@ -47,6 +48,24 @@ class ResetBefore(Rank):
         return trainer
 
 
+class InParts(Rank):
+    """Two parts of a model, which send over communicators of the groups."""
+
+    def make(self) -> mf.Trainer:
+        trial, bounds = self.trial, ("timeout_s", "heartbeat_s")
+        mf.init_distributed(device="cpu", timeout_s=trial.timeout_s)
+        how = {name: getattr(trial, name) for name in bounds}
+        groups = groups_in_parts(trial.partition_size, **how)
+        guard = mf.optim.Guard(mf.optim.dynamic_scale(8.0, interval=3), max_norm=1.0)
+        options: dict[str, Any] = {"guard": guard, "deterministic": True, "bucket_bytes": 64}
+        options["faults"] = mf.FaultPolicy(4, recoverable=True)
+        return trainer_in_parts(groups, optimizer=mf.optim.adamw(RATE), **options)
+
+    def _batch(self, step: int) -> Any:
+        place: Any = self.rank // 2
+        return batch_of(place, step, place)
+
+
 LOSSES: dict[str, tuple[Loss, type[Rank]]] = {
     "a replica that saves": (SHORT, FromAStep),
     "a partition group": (SHORT._replace(killed=(0, 1), scheme="hpz", delay_s=0.004), Rank),
@@ -57,16 +76,20 @@ LOSSES: dict[str, tuple[Loss, type[Rank]]] = {
     "only stopped": (SHORT._replace(killed=(), heartbeat_s=1.0), Stopped),
     "lost again": (SHORT._replace(killed=(0, 3), again_s=0.1), Rank),
     "after a reset": (SHORT, ResetBefore),
+    "a replica of each part": (SHORT._replace(partition_size=1, killed=(0, 3)), InParts),
+    "chunks of both parts": (Loss(0, 8, 2, (1, 6), 3, 0.003, steps=6), InParts),
+    "two parts, lost again": (Loss(0, 8, 1, (2, 5), 2, 0.0, steps=6, again_s=0.1), InParts),
 }
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.short("a partition group")
+@pytest.mark.short("a partition group", "a replica of each part")
 def test_a_run_with_a_loss_equals_one_without(name: str) -> None:
     """All ranks reach the last step with the bits of a job to which nothing happened."""
     trial, kind = LOSSES[name]
     plain = trial._replace(number=0, killed=(), at_step=0, delay_s=0.0, again_s=0.0)
-    row = judged(run_loss(trial, kind), run_loss(plain).heard)
+    twin = run_loss(plain, kind if kind is InParts else Rank)
+    row = judged(run_loss(trial, kind), twin.heard)
     assert row["problems"] == [], row["problems"]
     assert row["resets"] >= 1
     assert row["seconds"] < trial.timeout_s
@@ -92,6 +115,10 @@ ERRORS: dict[str, tuple[Loss, type[Rank], bool, tuple[str, ...]]] = {
         SHORT._replace(killed=(1, 3)), Rank, True,
         ("LostStateError: Trainer.reset: no replica holds the state that a lost", PARTS,
          "fix: put a state in its place that all ranks have saved, of step "),
+    ),
+    "no replica of a part": (
+        SHORT._replace(partition_size=1, killed=(1, 3)), InParts, True,
+        ("LostStateError: Trainer.reset: no replica holds the state that a lost", PARTS),
     ),
     "apart": (SHORT, Apart, True, ("replicas are independent, so each has a state of its own",)),
     "options": (SHORT, Odd, True, ("DesyncError: ", "lr", "rank 3")),
