@@ -211,13 +211,9 @@ def groups_named(name: str | None) -> list[dist.ProcessGroup]:
     return [group for group, own in list(c10d._world.pg_names.items()) if name in (None, own)]
 
 
-# The calls of a process group that give something to wait for, in some release.
-GROUP_CALLS = (
-    *("allreduce", "allreduce_coalesced", "allgather", "allgather_coalesced", "_allgather_base"),
-    *("allgather_into_tensor_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base"),
-    *("reduce_scatter_tensor_coalesced", "broadcast", "gather", "scatter", "alltoall"),
-    *("alltoall_base", "send", "recv", "recv_anysource", "barrier"),
-)
+# The calls of a process group that give something to wait for, which only their texts say.
+_TEXTS = {name: x.__doc__ or "" for name, x in vars(dist.ProcessGroup).items()}
+GROUP_CALLS = [k for k, x in _TEXTS.items() if "-> c10d::Work" in x and k != "_end_coalescing"]
 group_named: Callable[[str], Any] = c10d._resolve_process_group  # pyright: ignore
 
 

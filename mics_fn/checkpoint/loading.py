@@ -2,9 +2,10 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from math import inf, prod
+from functools import partial
+from math import gcd, inf, prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +18,6 @@ from mics_fn.checkpoint.saving import Contents, contents_of, folder_to_read, mai
 from mics_fn.collectives import together
 from mics_fn.errors import FileError, human_bytes, message
 from mics_fn.groups import Groups
-from mics_fn.init import boxes
 from mics_fn.offload import is_placed
 from mics_fn.optim import by_leaf, replaced
 from mics_fn.spans import LOG
@@ -71,10 +71,11 @@ def fill(path: Path, saved: directory.Manifest, target: Contents) -> Any:
     for name, piece in target.pieces.items():
         if saved.tensors.get(name) != target.tensors[name]:  # it is in other parts, or in none
             source, x = sources[directory.whole_form(name, piece.shape)[0]], piece.data
-            filled.append(
-                (x, torch.empty(x.numel(), dtype=x.dtype) if is_placed(x) else x.view(-1))
-            )
-            wanted += _of_other_parts(saved, source, name, piece._replace(data=filled[-1][1]))
+            flat = torch.empty(x.numel(), dtype=x.dtype) if is_placed(x) else x.view(-1)
+            filled.append((x, flat))
+            forms = (source, saved.tensors[source][1]), (name, piece.shape)
+            runs = partial(_runs, forms, piece.origin, x.numel())
+            wanted += [(file, part, flat, runs) for part, file in saved.slices.get(source, ())]
             continue
         stop = piece.origin + piece.data.numel()
         for part, file in saved.slices.get(name, ()):
@@ -100,51 +101,33 @@ def fill(path: Path, saved: directory.Manifest, target: Contents) -> Any:
         raise FileError(what, str(path), damaged=True) from error
 
 
-# File, slice, target, its first element; or in the place of the target what goes where of a slice:
-# memory, and the place, sizes and part of a box among the elements of the slice.
-Wanted = tuple[int, directory.Slice, Any, int]
+Run = tuple[int, int, int]  # of elements: where it begins and ends, and where it begins in a slice
+# File, slice, target; its first element, or the runs of a slice that lie in it.
+Wanted = tuple[int, directory.Slice, Any, int | Callable[[directory.Slice], Iterable[Run]]]
 
 
-def _of_other_parts(
-    saved: directory.Manifest, source: str, name: str, piece: Any
-) -> Iterator[Wanted]:
-    """What to read of a tensor that was saved in other parts than it is wanted in.
-
-    A range of a part is a few boxes of the whole leaf. So of each slice, which is read once, a few
-    boxes are copied, however many rows of the leaf they have.
-    """
-    low, targets = 0, list[tuple[Sequence[int], Tensor]]()
-    for at, sizes in _boxes(name, piece.shape, piece.origin, piece.origin + piece.data.numel()):
-        targets.append((at, piece.data[low : (low := low + prod(sizes))].view(sizes)))
-    for part, file in saved.slices.get(source, ()):
-        low, takes = 0, list[Any]()
-        for at, sizes in _boxes(source, saved.tensors[source][1], part.start, part.stop):
-            for first, into in targets:
-                edges = zip(at, sizes, first, into.shape, strict=True)
-                both = [range(max(a, b), min(a + n, b + m)) for a, n, b, m in edges]
-                if all(both):
-                    here, there = (tuple(map(_shifted, both, origin)) for origin in (at, first))
-                    takes.append((into[there], low, sizes, here))
-            low += prod(sizes)
-        if takes:
-            yield file, part, takes, 0
-
-
-def _shifted(x: range, origin: int) -> slice:
-    return slice(x.start - origin, x.stop - origin)
-
-
-def _boxes(name: str, shape: tuple[int, ...], start: int, stop: int) -> list[Any]:
-    """Offsets and sizes of the boxes of a whole leaf that a range of its parts is, in order."""
-    found, dim = [*boxes(shape, start, stop)], directory.whole_form(name, shape)[2]
+def _division(name: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """In how many parts a leaf is, the elements of each, and how many lie together in the leaf."""
+    dim = directory.whole_form(name, shape)[2]
     if dim is None:
-        return found
-    steps = [n * (i == dim) for i, n in enumerate(shape[1:])]
-    return [
-        ([x + part * step for x, step in zip(at[1:], steps, strict=True)], sizes[1:])
-        for at, sizes in found
-        for part in range(at[0], at[0] + sizes[0])
-    ]
+        return 1, prod(shape), prod(shape)
+    return shape[0], prod(shape[1:]), prod(shape[1 + dim :])
+
+
+def _runs(forms: Any, origin: int, size: int, part: directory.Slice) -> Iterator[Run]:
+    """Which elements of a slice of a leaf in some parts lie in a range of the leaf in others."""
+    (count, numel, inner), (parts, length, row) = (_division(*form) for form in forms)
+    low = part.start
+    step = gcd(inner, row)  # so many lie together in both
+    while low < part.stop:
+        high = min(part.stop, (low // step + 1) * step)
+        whole = (low % numel // inner * count + low // numel) * inner + low % inner
+        block, within = divmod(whole, row)
+        at = block % parts * length + block // parts * row + within - origin
+        first, last = max(at, 0), min(at + high - low, size)
+        if first < last:
+            yield first, last, low - part.start + first - at
+        low = high
 
 
 def _read(path: Path, saved: directory.Manifest, wanted: list[Wanted]) -> None:
@@ -156,11 +139,13 @@ def _read(path: Path, saved: directory.Manifest, wanted: list[Wanted]) -> None:
 
     def read(want: Wanted) -> None:
         number, part, target, origin = want
-        if isinstance(target, list):
-            values = torch.empty(part.stop - part.start, dtype=saved.dtype(part))
-            reads[number](part, directory.memory_of(values))
-            for into, low, sizes, here in target:
-                into.copy_(values[low : low + prod(sizes)].view(sizes)[here])
+        if not isinstance(origin, int):
+            runs = list(origin(part))
+            values = torch.empty(part.stop - part.start if runs else 0, dtype=target.dtype)
+            if runs:
+                reads[number](part, directory.memory_of(values))
+            for low, high, first in runs:
+                target[low:high].copy_(values[first : first + high - low])
             return
         low, high = max(part.start, origin), min(part.stop, origin + target.numel())
         placed = is_placed(target)

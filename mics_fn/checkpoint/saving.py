@@ -113,7 +113,7 @@ def written_here(contents: Contents, extras: Mapping[str, Tensor]) -> dict[direc
       extras: other tensors that this rank alone saves.
     """
     main, own, place = contents.home, dict[str, LocalPiece](), _place(contents.home)
-    alike = collectives.reached(main, stages=False)
+    alike = main.stage.stacked_ranks
     for name, x in extras.items():
         raw = _dense(x).as_strided((x.numel(),), (1,)).view(torch.uint8)
         own[f"{name} of rank {place}"] = LocalPiece(raw, 0, (), main.replica)
@@ -155,7 +155,7 @@ def contents_of(
             continue
         if is_leaf(leaf) and leaf.bucket is not None:
             own = homes.get(leaf.bucket, home)
-            own = own if own.model is None else own.home_of(leaf.bucket.cut)
+            own = own if own.model is None or leaf.bucket.cut else own.copies
             for key, piece in _pieces_of(verb, name, leaf, own).items():
                 found.add(key + found.stage, piece, replicas)
         elif isinstance(leaf, Tensor) or is_leaf(leaf):
@@ -374,7 +374,7 @@ def agree_on(
                 new = folder.begin(step, options.get("overwrite", "never"))
                 exchange.mine["new"] = str(new), folder.epoch
         said, ranks = exchange.differing("state"), home.all_ranks  # stages have other states
-        starts = range(0, len(ranks), len(collectives.reached(home, stages=False)))
+        starts = range(0, len(ranks), len(home.stage.stacked_ranks))
         if said and any(len({*map(said.get, ranks[i : i + starts.step])}) > 1 for i in starts):
             # Ranks that differ now may have saved each of these states together before.
             home.agreed.difference_update([seen for seen in home.agreed if seen[0] == _STATE])
@@ -532,7 +532,7 @@ class PendingSave:
                 self.folder.check_owned()
             return self._commit([written.result()])
         record = [collectives.encoded_error(written.error), written.value, {}, {}]
-        if place and home.rank == collectives.reached(home, stages=False)[0]:  # of another stage
+        if place and home.rank == home.stage.stacked_ranks[0]:  # of another stage
             record[2:] = self.found.tensors, self.found.values
         store.set(f"{key}/{place}", json.dumps(record))
         if not place:

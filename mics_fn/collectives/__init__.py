@@ -93,7 +93,6 @@ from mics_fn.collectives.agreement import (
     collect_values,
     decoded_error,
     encoded_error,
-    reached,
     refuse_unequal,
     report_outside,
     together,

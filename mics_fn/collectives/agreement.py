@@ -53,8 +53,8 @@ def agree(
     if len(groups.stacked_ranks) == 1 or (what, mine) in groups.agreed:
         return
     sent = torch.tensor(list(mine), dtype=torch.uint8, device=groups.device)
-    if len(set(map(bytes, collect_values(groups, sent, stages=False).values()))) > 1:
-        raise report_outside(groups, _difference(groups, what, facts, fixes or {}))
+    if len(set(map(bytes, collect_values(groups.stage, sent).values()))) > 1:
+        raise report_outside(groups.stage, _difference(groups, what, facts, fixes or {}))
     groups.agreed.add((what, mine))
 
 
@@ -62,7 +62,7 @@ def _difference(
     groups: Home, what: str, facts: Sequence[tuple[str, str]], fixes: Mapping[str, str]
 ) -> DesyncError:
     """The error that names the first path at which ranks differ, the same on every rank."""
-    sent = collect_bytes(groups, json.dumps(list(facts)).encode(), stages=False)
+    sent = collect_bytes(groups.stage, json.dumps(list(facts)).encode())
     every = {rank: [tuple(pair) for pair in json.loads(text)] for rank, text in sent.items()}
     nothing, found = ("(no more leaves)", ""), {}
     for i in range(max(map(len, every.values()))):
@@ -77,16 +77,10 @@ def _difference(
     return disagreement(f"{what}: ranks disagree on the tree", texts, fix, first)
 
 
-def report_outside(home: Home, error: E, *, stages: bool = False) -> E:
-    """Report an error to the other ranks of the groups than those of `home`, which all raise it.
-
-    Args:
-      home: whose ranks; without `stages` those of this rank's stage alone.
-      error: what they raise.
-      stages: whether those of other stages of a pipeline raise it, too.
-    """
+def report_outside(home: Home, error: E) -> E:
+    """Report an error to the other ranks of the groups than those of `home`, which all raise it."""
     channel = home.hierarchy.channel
-    if channel.job_size > len(reached(home, stages=stages)):
+    if channel.job_size > len(home.stacked_ranks):
         channel.report(str(error))
     return error
 
@@ -107,57 +101,46 @@ def refuse_unequal(
     """
     if len(home.stacked_ranks) == 1 or not sums:
         return
-    found = collect_values(home, torch.stack([*sums.values()]), stages=False)
-    like, p = dict[int, int](), 1 if whole else home.partition_size  # whose values a rank has
-    for ranks in home.universes:
-        like |= {rank: ranks[k % p] for k, rank in enumerate(ranks) if rank in found}
-    odd = [rank for rank, first in like.items() if found[rank] != found[first]]
+    found = collect_values(home.stage, torch.stack([*sums.values()]))
+    p = 1 if whole else home.partition_size
+    pairs = [(x, each[k % p]) for each in home.stage.universes for k, x in enumerate(each)]
+    odd = [(rank, like) for rank, like in pairs if found[rank] != found[like]]
     if odd:
-        first = found[like[odd[0]]]
-        at = next(i for i, x in enumerate(found[odd[0]]) if x != first[i])
+        first = found[odd[0][1]]
+        at = next(i for i, x in enumerate(found[odd[0][0]]) if x != first[i])
         text = f"{verb}: {'ranks' if whole else 'replicas'} hold different values"
         said = "not as on the first rank" if whole else "not as in the first replica"
         lines = [f"first difference: {list(sums)[at]}"]
-        raise disagreement(text, dict.fromkeys(odd, said), fix, lines)
+        raise disagreement(text, dict.fromkeys(dict(odd), said), fix, lines)
 
 
-def reached(groups: Home, *, stages: bool = True) -> Sequence[int]:
-    """The ranks that exchange something; without `stages` those of this rank's stage alone."""
-    ranks = groups.stacked_ranks
-    if stages or len(groups.axes) < 4 or groups.axes[3].size == 1:
-        return ranks
-    count = len(ranks) // groups.axes[3].size
-    return ranks[groups.axes[3].rank * count :][:count]
-
-
-def collect_values(groups: Home, tensor: Tensor, *, stages: bool = True) -> dict[int, Any]:
+def collect_values(groups: Home, tensor: Tensor) -> dict[int, Any]:
     """The values of a small tensor from each rank, as `tolist` gives them, by global rank.
 
     Args:
-      groups: whose ranks.
+      groups: whose ranks; `groups.stage` has none of other stages of a pipeline.
       tensor: this rank's; of one shape on all of them.
-      stages: whether those of other stages of a pipeline are among them.
 
     Raises:
       GroupsError: collectives were aborted while the host waited, so these are no rank's values.
     """
-    ranks, stacked = reached(groups, stages=stages), tensor
-    for comm in groups.axes if stages else groups.axes[:3]:
+    ranks, stacked = groups.stacked_ranks, tensor
+    for comm in groups.axes:
         stacked = collect(comm, stacked)
     found = stacked.reshape(len(ranks), *tensor.shape).tolist()  # one wait for all of them
     groups.partition.check_open()
     return dict(zip(ranks, found, strict=True))
 
 
-def collect_bytes(groups: Home, data: bytes, *, stages: bool = True) -> dict[int, bytes]:
+def collect_bytes(groups: Home, data: bytes) -> dict[int, bytes]:
     """A byte string from each rank of `groups`, by global rank; lengths may differ."""
     device = groups.device
     length = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    lengths = {rank: n for rank, (n,) in collect_values(groups, length, stages=stages).items()}
+    lengths = {rank: n for rank, (n,) in collect_values(groups, length).items()}
     whole = -(-max(lengths.values()) // _ROUND) * _ROUND
     padded = torch.zeros(whole, dtype=torch.uint8, device=device)
     padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-    found = collect_values(groups, padded, stages=stages)
+    found = collect_values(groups, padded)
     return {rank: bytes(found[rank][:n]) for rank, n in lengths.items()}
 
 
@@ -253,7 +236,7 @@ def _verdict(
         fix = "see what these ranks raise; nothing was changed on any rank"
         verdict = disagreement(f"{verb}: it failed on other ranks", texts, fix)
     for home in homes:
-        report_outside(home, verdict, stages=True)
+        report_outside(home, verdict)
     return verdict
 
 

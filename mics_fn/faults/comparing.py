@@ -129,13 +129,11 @@ def _text(value: Any) -> str:
 
 
 def _distinct(homes: Iterable[Any]) -> list[Groups]:
-    """Each `Groups` among them once, and no copies of a model in parts beside what is cut.
+    """The `Groups` that were given, each once; those of copies reach the same ranks as these.
 
-    Both reach the same ranks, and stages of a pipeline may have leaves of other kinds.
+    Stages of a pipeline may have leaves of either kind.
     """
-    known = [home for home in dict.fromkeys(homes) if isinstance(home, Groups)]
-    copies = [home.copies for home in known if home.copies is not home]
-    return [home for home in known if home not in copies]
+    return [*dict.fromkeys(home.origin for home in homes if isinstance(home, Groups))]
 
 
 def _replicas(home: Groups) -> list[Sequence[int]]:
@@ -185,9 +183,8 @@ def same_step(state: Any, groups: Any, *, heal: bool = False) -> Any:
     opened = shards.open_shards(
         "same_step", state.params, groups, root="state.params"
     ).require_replicas()
-    bare = opened.spec.unflatten([0] * len(opened.leaves))  # whose groups are those that were given
     # A replica of a part has all of it, copies too; one in another part has the copies alone.
-    homes = [*dict.fromkeys(shards.homes_of("same_step", groups, bare, "state.params", Groups))]
+    homes = _distinct(opened.homes)
     for home in homes:
         steps = _steps(NO_STEP if lost else state.step, home)
         if len(set(steps.values())) > 1 or max(steps.values()) == NO_STEP:
@@ -370,29 +367,28 @@ class Comparison:
         self, verb: str, state: Any, groups: Any, buffers: Sequence[str], *, moments: bool = True
     ) -> None:
         self._verb, owners = verb, shards.homes_of(verb, groups, state.params)
-        leaves, whole = list(_compared(state, owners, buffers, moments)), _distinct(owners)
+        leaves = list(_compared(state, owners, buffers, moments))
         self._parts: list[tuple[Groups, list[_Compared], collectives.Pending]] = []
-        for home in dict.fromkeys(owners):
+        for home in dict.fromkeys([*_distinct(owners), *owners]):
             if isinstance(home, Groups) and home.num_replicas > 1:
                 home.partition.check_open()
                 # What belongs to no leaf, such as a buffer, need not be equal in all parts.
-                mine = [x for x in leaves if x.home is home or (x.home is None and home in whole)]
+                mine = [x for x in leaves if x.home is home or (x.home is None and not home.of)]
                 sums = [checksum(x.data).to(home.device) for x in mine]
-                pending = levels.start_collect(home.axes[:3], torch.stack(sums))
+                pending = levels.start_collect(home.stage.axes, torch.stack(sums))
                 self._parts.append((home, mine, pending))
 
     def finish(self) -> None:
         """Raise DesyncError if replicas differ, as `same_replicas` does."""
         for home, leaves, pending in self._parts:
-            ranks = collectives.reached(home, stages=False)
+            ranks = home.stage.stacked_ranks
             table = pending.wait().view(len(ranks), -1).tolist()
             home.partition.check_open()  # else these may be no values of any rank
             rows = dict(zip(ranks, table, strict=True))
-            alike = [each for each in _replicas(home) if rows.keys() >= {*each}]
             for i, leaf in enumerate(leaves):
-                found = [{rank: rows[rank][i] for rank in ranks} for ranks in alike]
+                found = [{rank: rows[rank][i] for rank in ranks} for ranks in _replicas(home.stage)]
                 if any(len(set(sums.values())) > 1 for sums in found):
-                    raise collectives.report_outside(home, self._error(leaf, found))
+                    raise collectives.report_outside(home.stage, self._error(leaf, found))
 
     def _error(self, leaf: _Compared, found: Sequence[Mapping[int, int]]) -> errors.DesyncError:
         """Name the first leaf that differs, from its sums by replication group."""

@@ -304,11 +304,6 @@ class GroupState:
         """A new state of the same ranks, for groups that take the place of these."""
         return GroupState(**{name: getattr(self, name) for name in _KEPT})
 
-    @property
-    def position(self) -> int:
-        """Of this rank in the job."""
-        return self.ranks.index(self.rank)
-
     def own(self, name: str, group: dist.ProcessGroup) -> None:
         """Take over a process group, which `close` will destroy."""
         self.owned[name] = group

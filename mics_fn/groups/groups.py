@@ -320,10 +320,7 @@ class Hierarchy:
 
     num_replicas = 1  # it knows no other replicas
     independent, model = False, None
-
-    def home_of(self, cut: object) -> "Hierarchy":
-        """Itself: leaves that are cut over a model and copies have the same partition groups."""
-        return self
+    origin = copies = stage = hierarchy  # of all of which the partition groups are the same
 
     @property
     def axes(self) -> tuple[Comm, ...]:
@@ -355,6 +352,11 @@ class Hierarchy:
         return f"Hierarchy({self.describe()}, chunk {self.route.chunk} of {self.route.size})"
 
 
+def no_cut(path: str) -> int | None:
+    """The rule by which no leaf is cut."""
+    return None
+
+
 class Model(NamedTuple):
     """The ranks that hold a model in parts; see [Note: models in parts].
 
@@ -362,15 +364,15 @@ class Model(NamedTuple):
       universes: the data-parallel ranks of each part, in the order of parts, stage by stage.
       parts: the ranks that hold the other parts of what this rank has.
       stages: those that hold other leaves.
-      copies: hop 2 of leaves that every part has a copy of; None where leaves are no parts.
+      copies: hop 2 of leaves that every part has a copy of.
       cut: the dim along which a leaf is cut, from its path; None for a copy.
     """
 
     universes: tuple[tuple[int, ...], ...]
     parts: Comm
     stages: Comm
-    copies: Comm | None = None
-    cut: Callable[[str], int | None] = lambda path: None
+    copies: Comm
+    cut: Callable[[str], int | None]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -398,6 +400,7 @@ class Groups:
       agreed: digests of trees that were compared before.
       derive: what made these of the groups that `make_groups` gave, in order; see `reset`.
       model: over which ranks the model is cut; None where each replica has all of it.
+      of: the groups that these are the `copies` of.
 
     Example:
       >>> with make_groups(1) as groups:
@@ -426,6 +429,7 @@ class Groups:
     agreed: set = field(default_factory=set)
     derive: tuple[Callable[[Any], Any], ...] = ()
     model: Model | None = None
+    of: "Groups | None" = None
     _derived: dict[Any, "Groups"] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -479,7 +483,7 @@ class Groups:
         See [Note: models in parts].
         """
         model = self.model
-        if model is None or model.copies is None:
+        if model is None or model.parts.size == 1:
             return self
         plan, parts = self.plan, model.parts.size
         wired = Topology((parts, *plan.topology.sizes), ("part", *plan.topology.names))
@@ -493,13 +497,27 @@ class Groups:
             ranks=next(ranks for ranks in universes if self.rank in ranks),
             position=self.position + model.parts.rank * len(self.ranks),
             replicas=model.copies,
-            model=Model(universes, alone, model.stages),
+            model=model._replace(universes=universes, parts=alone, cut=no_cut),
+            of=self,
             agreed=set(),
         )
 
-    def home_of(self, cut: object) -> "Groups":
-        """The groups of a leaf that is cut over the parts of the model, or of one that is not."""
-        return self if cut else self.copies
+    @property
+    def origin(self) -> "Groups":
+        """The groups that were given, where these are the copies of a model in parts."""
+        return self.of or self
+
+    @cached_property
+    def stage(self) -> "Groups":
+        """These groups without other stages of a pipeline, which have other leaves."""
+        model = self.model
+        if model is None or model.stages.size == 1:
+            return self
+        count = len(model.universes) // model.stages.size
+        own = model.universes[model.stages.rank * count :][:count]
+        alone = Comm.of_one("stages", self.state, self.timeout_s)
+        derive = (*self.derive, lambda made: made.stage)
+        return replace(self, derive=derive, model=model._replace(universes=own, stages=alone))
 
     @cached_property
     def replica(self) -> "Groups":
@@ -514,7 +532,7 @@ class Groups:
         plan, own, model = self.plan, self.plan.partition_group(self.position), self.model
         if model is not None:  # its copies are in this replica alone
             ranks = tuple(tuple(x[position] for position in own) for x in model.universes)
-            model = model._replace(universes=ranks, copies=model.copies and model.parts)
+            model = model._replace(universes=ranks, copies=model.parts)
         return replace(
             self,
             derive=(*self.derive, lambda made: made.replica),

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,30 @@ from mics_fn import _torch, checks, spans
 from mics_fn.errors import GroupsError, PeerFailed, PlanError, first_line, name_ranks
 from mics_fn.groups import startup
 from mics_fn.groups.communicator import Comm, GroupState, check_fork, hooks
-from mics_fn.groups.groups import Groups, Hierarchy, Level, Model, Route
+from mics_fn.groups.groups import Groups, Hierarchy, Level, Model, Route, no_cut
 from mics_fn.groups.lent import lend
 from mics_fn.groups.topology import FLAT, Plan, Topology, plan_groups
 from mics_fn.store import Channel, poll
 from mics_fn.threads import bounded
 
 _APART = ("mesh", "ranks")  # arguments that ranks compare by what follows from them
+Rule = Callable[[str], int | None]
+
+
+class Parts(NamedTuple):
+    """How the ranks of a job hold a model in parts.
+
+    Args:
+      universes: the data-parallel ranks of each part, in the order of parts, stage by stage.
+      count: number of parts.
+      cut: the dim along which a leaf is cut, from its path.
+      lent: names of torch's groups along the parts, and along the stages; "" for none.
+    """
+
+    universes: tuple[tuple[int, ...], ...]
+    count: int
+    cut: Rule
+    lent: Sequence[str] = ("", "")
 
 
 def make_groups(
@@ -46,7 +63,7 @@ def make_groups(
     whole: bool = False,
     model: str | None = None,
     stages: str | None = None,
-    cut: str | Callable[[str], int | None] | None = None,
+    cut: str | Rule | None = None,
 ) -> Groups:
     """Create the process groups of this rank. All ranks of the job call it with equal arguments.
 
@@ -122,11 +139,10 @@ def make_groups(
     if spans.observers:
         spans.passing("start: make_groups")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
-    universes, sizes, parts = universes_of(ranks, mesh, rank, world_size, model, stages)
-    universe = max(universes, key=lambda ranks: rank in ranks) if universes[1:] else universes[0]
-    if partition_size is None and len(sizes) == 2:
-        partition_size = sizes[1]
-    job, rule = tuple(chain.from_iterable(universes)), None if cut is None else cut_rule(cut)
+    universes, sizes, count = universes_of(ranks, mesh, rank, world_size, model, stages)
+    universe = universes[0] if len(universes) == 1 else next(x for x in universes if rank in x)
+    partition_size = sizes[1] if partition_size is None and len(sizes) == 2 else partition_size
+    job, rule = tuple(chain.from_iterable(universes)), cut_rule(cut) if cut else no_cut
     if len(universes) > 1:  # one that takes another dimension for `model` meets the others, too
         job, given["universes"] = tuple(sorted(job)), universes
     chosen, served_by, problem = device_and_backend(device, mesh, backend)
@@ -143,7 +159,8 @@ def make_groups(
     mine = startup.facts_of(compared, chosen, problem, node)
     deadline = time.monotonic() + timeout_s
     try:
-        store, found = _agreed(state, mine, deadline, universes)
+        judge = partial(startup.judged, "make_groups", universes=universes)
+        store, found = _agreed(state, mine, deadline, judge)
         checks.integer("make_groups", "mean_over", mean_over, optional=True)
         if topology is not None:
             _check_topology(topology, len(universe), node_size)
@@ -151,26 +168,17 @@ def make_groups(
         plan = plan_groups(wired, wired.sizes[-1] if partition_size is None else partition_size)
         how: Any = {"plan": plan, "ranks": universe, "device": chosen, "mean_over": mean_over}
         if model is not None or stages is not None:
-            how |= {"universes": universes, **_parts(mesh, model, stages, parts, rule)}
+            lent = [_torch.name_in_mesh(mesh, dim) for dim in (model, stages)]
+            how["parts"] = Parts(universes, count, rule, lent)
         state.recipe = partial(_create, **how)
-        state.first = state.key
         return state.recipe(state, store, deadline)
     except BaseException:
         state.watch.close()
         raise
 
 
-def _parts(mesh: Any, model: Any, stages: Any, parts: int, rule: Any) -> dict[str, Any]:
-    """What `_create` takes for a model in parts; `lent` are names of torch's groups."""
-    lent = [_torch.name_in_mesh(mesh, dim) for dim in (model, stages)]
-    return {"parts": parts, "cut": rule or cut_rule(""), "lent": lent}
-
-
-def _agreed(
-    state: GroupState, mine: startup.Facts, deadline: float, universes: Sequence[Sequence[int]]
-) -> tuple[Any, int]:
+def _agreed(state: GroupState, mine: startup.Facts, deadline: float, judge: Any) -> tuple[Any, int]:
     """Meet the other ranks, or find what they agreed on; return the store and a node's size."""
-    judge = partial(startup.judged, "make_groups")
     before = hooks.agreed_before(state.ranks, state.rank, state.timeout_s)
     if before is not None:
         judge({state.rank: mine})  # whether it has its device
@@ -181,7 +189,6 @@ def _agreed(
     store = hooks.join(state)
     how: Any = {"verb": "make_groups", "timeout_s": state.timeout_s, "deadline": deadline}
     how["check"] = partial(state.watch.check, ())
-    judge = partial(judge, universes=universes)
     meeting = startup.meet(store, state.ranks, state.rank, mine, judge, **how)
     state.watch.begin(meeting)
     return store, meeting.verdict
@@ -227,28 +234,26 @@ def universes_of(
     if len({*over}) < len(over) or not {*over} <= {*names}:
         what = f"make_groups: model={model!r}, stages={stages!r}: the mesh has dims {names}"
         raise PlanError(what, fix="pass mesh=, with names of two of its dimensions")
-    sizes, parts = tuple[int, ...](), 1
+    sizes, count, every = (), 1, [list(range(world_size) if ranks is None else ranks)]
     if mesh is not None:
         # The tensor of a sub-mesh holds only the ranks that share this rank's other coordinates.
         first = [names.index(name) for name in over]
         rest = [i for i in range(mesh.ndim) if i not in first]
         sizes = tuple(mesh.size(i) for i in rest)
-        parts = mesh.size(names.index(model)) if model is not None else 1
+        count = mesh.size(names.index(model)) if model is not None else 1
         every = mesh.mesh.permute(*first, *rest).reshape(-1, prod(sizes)).tolist()
         if len(sizes) > 2:
             what = f"make_groups: no shard dimension in a mesh of dimensions {names}"
             raise PlanError(what, fix="pass mesh['replicate', 'shard'], or name model= and stages=")
-    else:
-        every = [list(range(world_size) if ranks is None else ranks)]
     found = [*chain.from_iterable(every)]
     known = set(found) & set(range(world_size))
     if len(known) < len(found) or rank not in known:
         what = f"make_groups: ranks={found} are not distinct ranks of a world of {world_size}"
         raise PlanError(what, fix="pass each rank of the job once, this one too")
-    return tuple(map(tuple, every)), sizes, parts
+    return tuple(map(tuple, every)), sizes, count
 
 
-def cut_rule(cut: str | Callable[[str], int | None]) -> Callable[[str], int | None]:
+def cut_rule(cut: str | Rule) -> Rule:
     """The dim along which a leaf is cut over the parts of a model, from its path; None for a copy.
 
     >>> rule = cut_rule("*.up.*: 0; *.down.weight: 1")
@@ -317,12 +322,10 @@ def _create(
     ranks: tuple[int, ...],
     device: torch.device,
     mean_over: int | None,
-    universes: Sequence[tuple[int, ...]] = (),
-    parts: int = 1,
-    cut: Callable[[str], int | None] | None = None,
-    lent: Sequence[str] = (),
+    parts: Parts | None = None,
 ) -> Groups:
     """Create the groups that this rank is a member of, in the same order on every rank."""
+    state.first = state.first or state.key
     position = ranks.index(state.rank)
     at = lambda positions: tuple(ranks[i] for i in positions)  # noqa: E731
     chunk, order = plan.chunk(position), at(plan.chunk_order(position))
@@ -344,54 +347,48 @@ def _create(
     partition = one_level[0].reduce if levels else comm("partition", order)
     partition = replace(partition, name="partition")  # in the ledger
     replicas, second = comm("replicas", rows), comm("replicas, second", rows)
-    model = _model(comm, plan, universes, parts, ranks, position, cut) if cut else None
-    axes = zip(lent, (model.parts, model.stages), strict=False) if model else ()
-    lends = {name: own for name, own in axes if name and own.size > 1}
-    anew = dict[str, Comm]()
-    if state.key != state.first:  # those of the mesh may have ended in the middle of a call
-        anew = {name: comm(f"mesh {own.name}", own.ranks) for name, own in lends.items()}
+    model, lends = _model(comm, parts, replicas) if parts else (None, ())
     made = [comm for comm in made if comm.group]
     if store is not None:
         _make_all(state, store, made, deadline)
     if state.on_device:
         _warm_up(state, [comm for comm in made if comm.name != f"gather {FLAT}"], device)
-    for name, own in lends.items():
-        lend(name, own, anew.get(name))
+    for put_in_place in lends:
+        put_in_place()
     factor = 1.0 if mean_over is None else len(ranks) / mean_over
     more = {"grad_factor": factor, "names": plan.topology.names}
     replicas = replace(replicas, second=replace(second, name="replicas"))  # in the ledger
-    shared = device, partition, channel
-    whole = model is None
+    shared: Any = {"device": device, "partition": partition, "channel": channel}
+    shared["whole"] = model is None
     route = Route(levels, plan.coords(position), chunk, **more)
-    hierarchy = flat = Hierarchy(route, *shared, whole=whole)
+    hierarchy = flat = Hierarchy(route, **shared)
     if one_level is not levels:
-        flat = Hierarchy(Route(one_level, (chunk,), chunk, **more), *shared, whole=whole)
+        flat = Hierarchy(Route(one_level, (chunk,), chunk, **more), **shared)
     where = {"ranks": ranks, "rank": state.rank, "position": position, "device": device}
     comms = {"hierarchy": hierarchy, "flat": flat, "partition": partition, "replicas": replicas}
     known = {"timeout_s": state.timeout_s, "traffic": state.traffic, "state": state}
     return Groups(plan, **where, **comms, **known, model=model)
 
 
-def _model(
-    comm: Callable[[str, tuple[int, ...]], Comm],
-    plan: Plan,
-    universes: Sequence[tuple[int, ...]],
-    parts: int,
-    ranks: tuple[int, ...],
-    position: int,
-    cut: Callable[[str], int | None],
-) -> Model:
-    """The communicators of a model in parts; `ranks` has the same part as this rank."""
-    stage, part = divmod(universes.index(ranks), parts)
-    mine = universes[stage * parts : (stage + 1) * parts]
-    same = tuple(x[i] for x in mine for i in plan.replication_group(position))
-    copies = None
-    if parts > 1:
+def _model(comm: Any, parts: Parts, replicas: Comm) -> tuple[Model, list[Callable[[], None]]]:
+    """The communicators of a model in parts, and what puts them in the place of a mesh's groups."""
+    state, universes, count = replicas.state, parts.universes, parts.count
+    ranks = next(ranks for ranks in universes if state.rank in ranks)
+    (stage, part), position = divmod(universes.index(ranks), count), ranks.index(state.rank)
+    mine = universes[stage * count :][:count]
+    if count > 1:
+        same = tuple(x[ranks.index(rank)] for x in mine for rank in replicas.ranks)
         second = replace(comm("copies, second", same), name="copies")  # in the ledger
-        copies = replace(comm("copies", same), second=second)
-    own, others = (x[position] for x in mine), (x[position] for x in universes[part::parts])
-    own, others = comm("parts", tuple(own)), comm("stages", tuple(others))
-    return Model(tuple(universes), own, others, copies, cut)
+        replicas = replace(comm("copies", same), second=second)
+    own = comm("parts", tuple(x[position] for x in mine))
+    others = comm("stages", tuple(x[position] for x in universes[part::count]))
+    lends = list[Callable[[], None]]()
+    for name, axis in zip(parts.lent, (own, others), strict=True):
+        if name and axis.size > 1:
+            # After a reset, since that of the mesh may have ended in the middle of a call.
+            renewed = state.key != state.first and comm(f"mesh {axis.name}", axis.ranks)
+            lends.append(partial(lend, name, axis, renewed or None))
+    return Model(universes, own, others, replicas, parts.cut if count > 1 else no_cut), lends
 
 
 def _comm(state: GroupState, made: list[Comm], name: str, ranks: tuple[int, ...]) -> Comm:

@@ -140,7 +140,7 @@ def fixed_order(groups: Groups) -> Groups:
 
     change = partial(replace, fixed_order=True)
     partition, replicas, model = change(groups.partition), change(groups.replicas), groups.model
-    if model is not None and model.copies is not None:
+    if model is not None:
         model = model._replace(parts=change(model.parts), copies=change(model.copies))
 
     def along(hierarchy: Hierarchy) -> Hierarchy:

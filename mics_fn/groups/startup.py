@@ -293,7 +293,7 @@ def judged(verb: str, found: Mapping[int, Any], *, universes: Sequence[Sequence[
         lines = [f"{errors.name_ranks(users)} on {facts[users[0]].place}, {unit}"]
         raise GroupsError(f"{verb}: several ranks use one device", lines, fix)
     sizes = set[int]()
-    for ranks in universes or [facts]:
+    for ranks in universes if len(facts) > 1 and universes else [facts]:
         sizes.add(node_size_of({rank: facts[rank].node for rank in ranks}))
     if len(sizes) > 1:
         what = f"{verb}: nodes have unequal numbers of ranks of the parts of a model"

@@ -41,5 +41,5 @@ meta, nothing is needed: it is run on replayed inputs. An op that draws random n
 kind of device needs a generator in `tape.py`.
 """
 
-from mics_fn.init.files import DTYPES, File, boxes, check_shape, is_text, strict_json
+from mics_fn.init.files import DTYPES, File, check_shape, is_text, strict_json
 from mics_fn.init.model import copy_with, init_model, load_shards, on_meta_copy, refuse_lazy

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from operator import mul
+from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import Any, Unpack
@@ -283,11 +283,9 @@ class Filling:
         names, _ = tree.flatten({name: name for name in params})
         is_group = lambda value: isinstance(value, Groups)  # noqa: E731
         homes = tree.spread(groups, params, what="groups", is_value=is_group)
-        made, given, on = dict[int, Tensor](), dict(params), dict(zip(names, homes, strict=True))
-        for own, (name, x) in zip(
-            shards.owners_of([*params.values()]), params.items(), strict=True
-        ):
-            given[name] = made.setdefault(own, _part_like(verb, name, x, on[name]))
+        on, owners = dict(zip(names, homes, strict=True)), shards.owners_of([*params.values()])
+        parts = [_part_like(verb, name, x, on[name]) for name, x in params.items()]
+        given = {name: parts[own] for name, own in zip(params, owners, strict=True)}
         self.groups: list[Groups] = list(dict.fromkeys(homes))
         for home in self.groups:
             # Even if this tree was compared before, another rank may now come with a different one.
@@ -379,9 +377,10 @@ class Filling:
 
 def _part_like(verb: str, name: str, x: Tensor, home: Groups) -> Tensor:
     """A tensor on meta like the part of a full one that this rank has; a copy is as it is."""
-    model, own = home.model, _torch.is_dtensor(x) or not x.is_floating_point()
-    dim = None if own or model is None or model.copies is None else model.cut(name)
-    if dim is None or model is None:
+    model = home.model
+    if model is None or _torch.is_dtensor(x) or not x.is_floating_point():
+        return x
+    if (dim := model.cut(name)) is None:
         return x
     if x.shape[dim] % model.parts.size:
         text = f"{verb}: params.{name} of {tuple(x.shape)} is cut unevenly along dim {dim}"
@@ -391,16 +390,14 @@ def _part_like(verb: str, name: str, x: Tensor, home: Groups) -> Tensor:
 
 
 def _of_part(read: Read, sizes: Sequence[int], dim: int, parts: Any) -> Read:
-    """Reads of a part of a leaf: a few boxes of it, each with what lies in the leaf between."""
-    steps = files.contiguous([n * parts.size if i == dim else n for i, n in enumerate(sizes)])
+    """Reads of a part of a leaf, each with what lies in the leaf between its elements."""
+    inner = prod(sizes[dim:])  # so many of them lie together
 
     def part(start: int, stop: int) -> Tensor:
-        found = list[Tensor]()
-        for at, box in files.boxes(sizes, start, stop):
-            low = sum(map(mul, at, steps)) + parts.rank * sizes[dim] * steps[dim]
-            high = low + sum((n - 1) * step for n, step in zip(box, steps, strict=True)) + 1
-            found.append(read(low, high).contiguous().as_strided(box, steps).reshape(-1))
-        return torch.cat(found)
+        index = torch.arange(start, stop)
+        index += (index // inner * (parts.size - 1) + parts.rank) * inner
+        low = int(index[0])
+        return read(low, int(index[-1]) + 1).reshape(-1)[index - low]
 
     return part
 
@@ -441,7 +438,8 @@ def load_shards(
     Communication: digests of the tree and the shards (tens of bytes per leaf).
 
     Memory: this rank's shards, and 16 MiB at a time while it reads, for each part of the model that
-      a leaf is cut in; the memory that a tensor lies in, if it was saved with strides of its own.
+      a leaf is cut in, with 24 bytes per element then; the memory that a tensor lies in, if it was
+      saved with strides of its own.
 
     Raises:
       FileError: the file is damaged, is cut while it is read, holds something else than tensors,

@@ -18,7 +18,7 @@ from torch import Tensor
 from mics_fn import _torch, checks, shards, tree
 from mics_fn.collectives import levels
 from mics_fn.errors import LeafError, PlanError
-from mics_fn.groups import Comm, Hierarchy, Home, fold_ranks
+from mics_fn.groups import Hierarchy, Home, fold_ranks
 from mics_fn.optim import columns, flat
 from mics_fn.optim.optimizers import Transform, from_update
 from mics_fn.shards import Bucket, GradStream, Sharded, is_leaf
@@ -155,33 +155,18 @@ def measured(verb: str, grads: Tree, groups: Any, root: str = "grads") -> Measur
 
 def norm_here(found: Measured) -> Tensor:
     """Compute the norm of the leaves that these groups reach."""
-    totals = _over_all(squares_here(found), found.live)
-    if not totals:
-        return torch.zeros((), dtype=torch.float64)
-    total = torch.stack(totals).sum()
+    total = _over_all(squares_here(found), found.live)
     return _roots(total) if found.live else total.sqrt()
 
 
-def _over_all(here: dict[Home, Tensor], live: bool) -> list[Tensor]:
-    """Add up a number of each home over all ranks that have pieces of its leaves."""
-    stacks: dict[tuple[Comm, ...], dict[Home, Tensor]] = {}
-    for home, x in here.items():  # copies and parts have the same partition groups
-        stacks.setdefault((home.partition,), {})[home] = x
-    found = dict[Home, Tensor]()
-    for homes in stacks.values():
-        sums = _total(next(iter(homes)), torch.stack([*homes.values()]), live)
-        found.update(zip(homes, sums.unbind(), strict=True))
-    return [_over_model(home, x, home.axes[2:], live) for home, x in found.items()]
-
-
-def _over_model(home: Home, here: Tensor, comms: Sequence[Comm], live: bool) -> Tensor:
-    """Add up a number of each part of a model; each rank has the same bits."""
-    if live and any(comm.size > 1 for comm in comms):
-        what = "a norm over the parts of a model has no derivative"
-        raise LeafError(what, fix="take it outside of torch.func, of detached shards")
-    for comm in comms:
-        here = levels.collect(comm, here, "norm over the model").sum(0) if comm.size > 1 else here
-    return here
+def _over_all(here: dict[Home, Tensor], live: bool) -> Tensor:
+    """Add up numbers of homes, and each of them over all ranks that have pieces of its leaves."""
+    sums = dict[Home, Tensor]()
+    for home, x in here.items():  # all parts have the same of copies
+        share = x * (home.num_pieces / home.origin.num_pieces)
+        sums[home.origin] = sums.get(home.origin, 0) + share
+    totals = [_total(home, x, live) for home, x in sums.items()]
+    return torch.stack(totals).sum() if totals else torch.zeros((), dtype=torch.float64)
 
 
 def squares_here(found: Measured) -> dict[Home, Tensor]:
@@ -226,13 +211,19 @@ def _squares(pieces: Sequence[Tensor], live: bool = False) -> Tensor:
 
 
 def _total(home: Home, here: Tensor, live: bool) -> Tensor:
-    """Sum a vector over a partition group; differentiable if `live`.
+    """Sum a vector over ranks with other pieces; differentiable if `live`, without parts.
 
     What ranks add up is a tensor held in parts, one per rank, and the sum is a full value, so its
     derivative is that of a gather. See [Note: adjoint] in `shards.linear`.
     """
+    model = [comm for comm in home.axes[2:] if comm.size > 1]
     if not live:
-        return levels.collect(home.partition, here, "norm").sum(0)
+        for comm in (home.partition, *model):
+            here = levels.collect(comm, here, "norm").sum(0)
+        return here
+    if model:
+        what = "a norm over the parts of a model has no derivative"
+        raise LeafError(what, fix="take it outside of torch.func, of detached shards")
     p, n = home.partition.size, here.numel()
     if p == 1:
         return here
@@ -384,8 +375,7 @@ def leaf_norms(shards: Tree, groups: Any) -> Tree:
     for home, index in found.homes.items():
         if index:
             pieces = [found.pieces[i] for i in index]
-            here = _total(home, _squares(pieces, found.live), found.live)
-            here = _roots(_over_model(home, here, home.axes[2:3], found.live))
+            here = _roots(_total(home.stage, _squares(pieces, found.live), found.live))
             norms.update(zip(index, here.unbind(), strict=True))
     given, leaves = (norms[i] for i in range(len(norms))), found.found.leaves
     leaves = [next(given) if isinstance(leaf, Sharded) else leaf for leaf in leaves]
@@ -430,8 +420,7 @@ def inner(a: Tree, b: Tree, groups: Any) -> Tensor:
         products = [(left.pieces[i].double() * right.pieces[i].double()).sum() for i in index]
         if products:
             here[home] = torch.stack(products).sum()
-    totals = _over_all(here, left.live or right.live)
-    return torch.stack(totals).sum() if totals else torch.zeros((), dtype=torch.float64)
+    return _over_all(here, left.live or right.live)
 
 
 def _opened(verb: str, given: Tree, groups: Any, root: str, whole: bool) -> Measured:

@@ -88,7 +88,7 @@ def homes_of(
     if any(map(_MODEL, now.values())):
         leaves = tree.flatten(like, is_leaf)[0]
         cut = (getattr(x.bucket, "cut", ()) if is_leaf(x) else True for x in leaves)
-        found = [home.home_of(own) for home, own in zip(found, cut, strict=True)]
+        found = [home if own else home.copies for home, own in zip(found, cut, strict=True)]
     return found
 
 

@@ -183,7 +183,7 @@ def layout_for(verb: str, root: str, params: Tree, groups: Any, options: LayoutO
     bare = tree.paths(params, "", is_leaf)
     paths = [tree.join(root, path) for path in bare]
     dims = [dim_of(verb, *each) for each in zip(paths, bare, leaves, homes, strict=True)]
-    homes = [home.home_of(dim is not None) for home, dim in zip(homes, dims, strict=True)]
+    homes = [x.copies if dim is None else x for x, dim in zip(homes, dims, strict=True)]
     leaves = [_torch.local_of(leaf) for leaf in leaves]
     checks.check_matched(f"{verb}: precision", chosen.patterns, bare)
     checks.check_matched(f"{verb}: where", where.patterns, bare)
@@ -221,17 +221,16 @@ def dim_of(verb: str, path: str, bare: str, leaf: Any, home: Groups) -> int | No
     Raises:
       LeafError: a DTensor lies on other ranks than the parts, or is not cut evenly along one dim.
     """
-    model, route = home.model, home.hierarchy.route
+    model = home.model
     if not _torch.is_dtensor(leaf):
-        dim = None if model is None or model.copies is None else model.cut(bare)
+        dim = None if model is None else model.cut(bare)
         if dim is not None and not 0 <= dim < getattr(leaf, "ndim", 0):
-            text = f"{verb}: {path} of {tuple(leaf.shape)} has no dim {dim}, along which it is cut"
+            shape = tuple(getattr(leaf, "shape", ()))
+            text = f"{verb}: {path} of {shape} has no dim {dim}, along which it is cut"
             raise LeafError(text, fix="say the right one in make_groups(cut=)")
-        if dim is None and model is not None and model.copies and route.grad_factor != 1.0:
-            text = f"{verb}: {path} is a copy on groups with mean_over="
-            raise LeafError(
-                text, fix="give such leaves groups of their own, over all of these ranks"
-            )
+        if dim is None and home.copies is not home and home.hierarchy.route.grad_factor != 1.0:
+            fix = "give such leaves groups of their own, over all of these ranks"
+            raise LeafError(f"{verb}: {path} is a copy on groups with mean_over=", fix=fix)
         return dim
     places = [x for x in leaf.placements if not x.is_replicate()]
     ranks = leaf.device_mesh.mesh.flatten().tolist()

@@ -19,10 +19,10 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from mics_fn import checks, optim, shards, tree
-from mics_fn.collectives import collect_values, together
+from mics_fn.collectives import levels, together
 from mics_fn.errors import DesyncError, message
 from mics_fn.tree import Tree
 
@@ -416,12 +416,13 @@ class CopiesCheck:
     """
 
     def __init__(self, params: Tree, groups: Any) -> None:
-        leaves, spec = tree.flatten(params, shards.is_leaf)
-        given = shards.homes_of("Trainer", groups, spec.unflatten([0] * len(leaves)))
-        pairs = zip(leaves, shards.homes_of("Trainer", groups, params), given, strict=True)
-        found = [(x.bucket, home) for x, own, home in pairs if own is not home]
-        self.homes = {bucket: home for bucket, home in found if bucket and bucket.trainable}
-        self._seen: dict[Any, torch.Tensor] = {}
+        leaves = tree.flatten(params, shards.is_leaf)[0]
+        pairs = zip(leaves, shards.homes_of("Trainer", groups, params), strict=True)
+        copies = {x.bucket: home for x, home in pairs if home.origin is not home}
+        self.homes = {
+            bucket: home for bucket, home in copies.items() if bucket and bucket.trainable
+        }
+        self._seen: dict[tuple[shards.Bucket, int], torch.Tensor] = {}
 
     def __enter__(self) -> None:
         shards.pack.watchers.append(self._see)
@@ -431,36 +432,35 @@ class CopiesCheck:
 
     def _see(self, bucket: shards.Bucket, full: torch.Tensor | None) -> None:
         if full is not None and bucket in self.homes:
-            leaves = [x.reshape(-1) for x in shards.pack.split_full(bucket, full)]
-            few = [x[:: -(-x.numel() // _SAMPLES) or 1].double() for x in leaves]
-            now = torch.stack([nn.functional.pad(x, (0, _SAMPLES - len(x))) for x in few])
-            self._seen[bucket] = now + self._seen.get(bucket, 0)
+            for slot, x in enumerate(shards.pack.split_full(bucket, full)):
+                few = x.reshape(-1)[:: -(-x.numel() // _SAMPLES) or 1].double()
+                self._seen[bucket, slot] = few + self._seen.get((bucket, slot), 0)
 
     def compare(self) -> None:
         """Raise DesyncError on all ranks if parts have other gradients of a copy.
 
-        Communication: 128 bytes per leaf, over all ranks of a stage.
+        Communication: at most 128 bytes per leaf, over all ranks of a stage.
         """
         for home in dict.fromkeys(self.homes.values()):
-            mine = [x for x, own in self.homes.items() if own is home and x in self._seen]
-            if not mine:
+            names = [x for x in self._seen if self.homes[x[0]] is home]
+            if not names:
                 continue
-            found = collect_values(home, torch.cat([self._seen[x] for x in mine]), stages=False)
-            rows = {rank: torch.tensor(x, dtype=torch.float64) for rank, x in found.items()}
-            least = _SMALL * max(float(x.norm(dim=1).max()) for x in rows.values())
-            names = [(x, slot) for x in mine for slot in range(len(x.shapes))]
-            for ranks in zip(*(x for x in home.universes if x[0] in rows), strict=True):
-                for other in ranks[1:]:
-                    a, b = rows[ranks[0]], rows[other]
-                    size = torch.maximum(a.norm(dim=1), b.norm(dim=1))
-                    odd = ((a - b).norm(dim=1) > _FAR * size) & (size > least)
-                    if odd.any():
-                        raise _unlike(*names[int(odd.int().argmax())], ranks[0], other)
+            names.sort(key=lambda x: (x[0].index, x[1]))
+            few = pad_sequence([self._seen[x] for x in names], batch_first=True)
+            every, count = levels.start_collect(home.stage.axes, few), home.origin.model.parts.size
+            rows, ranks = every.wait().view(count, -1, *few.shape), home.stage.stacked_ranks
+            gaps, sizes = (rows - rows[0]).norm(dim=3), rows.norm(dim=3)
+            sizes = torch.maximum(sizes, sizes[0])
+            odd = ((gaps > _FAR * sizes) & (sizes > _SMALL * sizes.max())).nonzero().tolist()
+            home.partition.check_open()
+            for part, place, at in odd[:1]:
+                other = ranks[part * (len(ranks) // count) + place]
+                raise _unlike(*names[int(at)], f"ranks {ranks[place]} and {other}")
 
 
-def _unlike(bucket: shards.Bucket, slot: int, first: int, other: int) -> DesyncError:
+def _unlike(bucket: shards.Bucket, slot: int, ranks: str) -> DesyncError:
     what = "Trainer: parts of the model have other gradients of a leaf that each has a copy of"
-    lines = [f"leaf {slot} of {bucket}, of shape {bucket.shapes[slot]}: ranks {first} and {other}"]
+    lines = [f"leaf {slot} of {bucket}, of shape {bucket.shapes[slot]}: {ranks}"]
     fix = "give all parts the same batch, and add up over the parts in backward where a cut leaf "
     fix += "takes what copies gave; or say in make_groups(cut=) that it is cut"
     return DesyncError(message(what, lines, fix))

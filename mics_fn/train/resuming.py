@@ -473,11 +473,11 @@ class Checkpoints:
                 writing.covers(found.state, "state", "load")
                 _take_back(trainer, found, strict=self.other_options == "raise")
         except errors.CheckpointNotFound:
-            if trainer.options.home.state.position == 0:
+            if trainer.options.home.rank == trainer.options.home.state.ranks[0]:
                 LOG.info("no checkpoint in %s: beginning at step 0", self.folder)
             return False
         self._saved, self._retries, self._ours = found.step, False, True
-        if trainer.options.home.state.position == 0:
+        if trainer.options.home.rank == trainer.options.home.state.ranks[0]:
             LOG.info("going on from step %d in %s", found.step, self.folder)
         return True
 

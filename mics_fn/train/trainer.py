@@ -385,11 +385,9 @@ def _deterministic() -> Iterator[None]:
 
 def homes_for(groups: Any, params: Tree, deterministic: bool) -> tuple[Any, Groups]:
     """The groups of a tree, in a fixed order if `deterministic`; and those of most ranks."""
-    spec = tree.flatten(params, shards.is_leaf)[1]
-    bare = spec.unflatten([0] * spec.num_leaves)  # whose groups are those that were given
-    homes = shards.homes_of("Trainer", groups, bare, "params", Groups)
+    homes = [x.origin for x in shards.homes_of("Trainer", groups, params, "params", Groups)]
     if callable(groups):
-        groups = spec.unflatten(homes)
+        groups = tree.flatten(params, shards.is_leaf)[1].unflatten(homes)
     groups = tree.map_leaves(current, groups)
     if deterministic:
         new = {home: placement.fixed_order(home) for home in dict.fromkeys(homes)}

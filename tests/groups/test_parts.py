@@ -17,7 +17,7 @@ from torch.func import grad
 import mics_fn as mf
 from mics_fn.groups import GroupState
 from mics_fn.groups.groups import Model
-from mics_fn.groups.make import _create, cut_rule, universes_of
+from mics_fn.groups.make import Parts, _create, cut_rule, universes_of
 from mics_fn.groups.topology import Topology, plan_groups
 from mics_fn.shards.pack import watchers
 
@@ -52,9 +52,9 @@ def without_processes(universes, p, parts, rank):
     state = GroupState(tuple(r for ranks in universes for r in ranks), rank)
     state.rejoining = True
     plan, device = plan_groups(Topology((len(universes[0]),)), p), torch.device("cpu")
-    how = {"universes": universes, "parts": parts, "cut": cut_rule("")}
+    held = Parts(universes, parts, cut_rule(""))
     mine = next(ranks for ranks in universes if rank in ranks)
-    return _create(state, None, 0.0, plan, mine, device, None, **how)
+    return _create(state, None, 0.0, plan, mine, device, None, held)
 
 
 @settings(deadline=None, max_examples=40)
@@ -82,7 +82,9 @@ def test_groups_of_parts_reach_each_rank_once(names, stages, sizes, parts):
             # Along the axes, one after the other, each rank is met once, as in `stacked_ranks`.
             met = [rank]
             for axis in range(len(home.axes)):
-                others = [every[x].home_of(home is groups).axes[axis].ranks for x in met]
+                others = [
+                    (every[x] if home is groups else every[x].copies).axes[axis].ranks for x in met
+                ]
                 met = [x for row in zip(*others, strict=True) for x in row]
             assert met == home.stacked_ranks
         assert copies.partition is groups.partition
@@ -332,6 +334,8 @@ def what_does_not_fit():
             own = own | {"embed": own["embed"] + 1}
         with pytest.raises(mf.errors.DesyncError, match=r"first difference: params\.embed"):
             mf.shard(own, groups)
+        with pytest.raises(mf.errors.LeafError, match=r"0\.up of \(\) has no dim 0"):
+            mf.shard({"0.up": 1.0}, groups)
         shards = mf.shard(here.mine(params), groups)
         loss = lambda s: mf.optim.global_norm(s, groups)  # noqa: E731
         with pytest.raises(mf.errors.LeafError, match="over the parts of a model has no deriv"):

@@ -26,8 +26,8 @@ PLANTED = [
     (
         "norms of leaves have no root",
         "optim/norms.py",
-        "here = _roots(_over_model(home, here, home.axes[2:3], found.live))",
-        "here = _over_model(home, here, home.axes[2:3], found.live)",
+        "here = _roots(_total(home.stage, _squares(pieces, found.live), found.live))",
+        "here = _total(home.stage, _squares(pieces, found.live), found.live)",
         _T,
     ),
     ("one optimizer takes all leaves", _TRANSFORM, _OWNERS, _LAST, _T),

@@ -78,8 +78,8 @@ PLANTED = [
     (
         "a copy of a leaf lives on the groups of one part",
         "shards/verbs.py",
-        "homes = [home.home_of(dim is not None) for",
-        "homes = [home.home_of(True) for",
+        "homes = [x.copies if dim is None else x for",
+        "homes = [x for",
         "train/test_mesh.py -k one_process",
     ),
     (
@@ -113,7 +113,7 @@ PLANTED = [
     (
         "buffers are compared between the parts of a model",
         "faults/comparing.py",
-        "(x.home is None and home in whole)",
+        "(x.home is None and not home.of)",
         "x.home is None",
         "train/test_reset_parts.py -k buffer_may",
     ),
@@ -127,8 +127,8 @@ PLANTED = [
     (
         "what all stages have raised is reported to them",
         "collectives/agreement.py",
-        "report_outside(home, verdict, stages=True)",
         "report_outside(home, verdict)",
+        "report_outside(home.stage, verdict)",
         "train/test_parts_trained.py -k raised_again",
     ),
     (
@@ -141,7 +141,7 @@ PLANTED = [
     (
         "a replica alone merges copies over all replicas",
         "groups/groups.py",
-        "copies=model.copies and model.parts)",
+        "copies=model.parts)",
         "copies=model.copies)",
         "train/test_parts_trained.py -k merges_are",
     ),

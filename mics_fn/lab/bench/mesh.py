@@ -19,9 +19,9 @@ PARTS, MAX_NORM = 2, 1.0
 
 
 @cache
-def mesh_of(device_type: str, p: int) -> Any:
-    """Make the mesh of all ranks, in replicas of p times `PARTS` ranks."""
-    sizes = (dist.get_world_size() // PARTS // p, p, PARTS)
+def mesh_of(device_type: str, p: int, parts: int) -> Any:
+    """Make the mesh of all ranks, in replicas of p times `parts` ranks."""
+    sizes = (dist.get_world_size() // parts // p, p, parts)
     return init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard", "tp"))
 
 

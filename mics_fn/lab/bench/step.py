@@ -35,7 +35,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -94,15 +93,14 @@ class StepConfig(TrainingTask):
 
     def make_model(self, device: Any = "cpu") -> Any:
         """Make the initial model of every peer, cut over `parts`, with its blocks `compiled`."""
-        model, over = super().make_model(device), self.device_mesh(device)
+        model = super().make_model(device)
         for block in model.blocks if self.compiled else ():
             block.compile(dynamic=False)
-        return model if over is None else mesh.parallelized(model, over["tp"])
+        return mesh.parallelized(model, self.mesh(device)["tp"]) if self.parts > 1 else model
 
-    def device_mesh(self, device: Any) -> Any:
-        """Return the mesh (replicate, shard, tp) of all ranks; None if no model is cut."""
-        p = self.partition_sizes[0]
-        return None if self.parts == 1 else mesh.mesh_of(torch.device(device).type, p)
+    def mesh(self, device: Any, p: int = 0) -> Any:
+        """Return the mesh (replicate, shard, tp) of all ranks; by default for the first p."""
+        return mesh.mesh_of(torch.device(device).type, p or self.partition_sizes[0], self.parts)
 
 
 class Stage(NamedTuple):
@@ -142,7 +140,7 @@ def _trainer(
     p = dist.get_world_size() if wide else config.partition_sizes[0]
     how: dict[str, Any] = {"node_size": config.node_size * config.parts, "device": stage.device}
     if config.parts > 1:
-        how |= {"mesh": config.device_mesh(stage.device), "model": "tp"}
+        how |= {"mesh": config.mesh(stage.device), "model": "tp"}
     groups = mf.make_groups(p, **how)
     groups = stage.closing.enter_context(placement.place(groups, place) if place else groups)
     how = {"where": f"states=disk:{config.folder}"} if more == "on disk" else {}
@@ -196,17 +194,12 @@ def _fsdp2(stage: Stage, *, full: bool, keep: bool) -> BenchPeer:
 
     With `keep` parameters are gathered once per step, otherwise again for backward.
     """
-    config, n = stage.config, dist.get_world_size()
-    p = n if full else config.partition_sizes[0]
+    config = stage.config
+    p = dist.get_world_size() if full else config.partition_sizes[0]
     formats = stage.precision.formats("", torch.float32)
     model = config.make_model(stage.device).to(formats.dtype)
-    sizes = (n,) if full or n == 1 else (n // p, p)
-    names = ("replicate", "shard")[-len(sizes) :]
-    over = config.device_mesh(stage.device)
-    if over is None:
-        over = init_device_mesh(stage.device.type, sizes, mesh_dim_names=names)
-    else:  # one replica has no dimension of replicas, as without parts
-        over = over["shard" if over["replicate"].size() == 1 else names]
+    over = config.mesh(stage.device, p)  # of which one replica takes no dimension
+    over = over["shard" if over["replicate"].size() == 1 else ("replicate", "shard")]
     options: dict[str, Any] = {"mesh": over, "reshard_after_forward": not keep}
     options["mp_policy"] = MixedPrecisionPolicy(formats.compute, formats.reduce)
     for block in model.blocks:
