@@ -112,7 +112,7 @@ def written_here(contents: Contents, extras: Mapping[str, Tensor]) -> dict[direc
       contents: of the state.
       extras: other tensors that this rank alone saves.
     """
-    main, own, place = contents.home, dict[str, LocalPiece](), _place(contents.home)
+    main, own, place = contents.home, dict[str, LocalPiece](), contents.home.place
     alike = main.stage.stacked_ranks
     for name, x in extras.items():
         raw = _dense(x).as_strided((x.numel(),), (1,)).view(torch.uint8)
@@ -200,11 +200,6 @@ def _pieces_of(verb: str, name: str, leaf: Any, home: Groups) -> dict[str, Local
         name + of: LocalPiece(codes, first * nbytes, (every * nbytes,), home),
         f"{name}, scales{of}": LocalPiece(scales, first, (every,), home),
     }
-
-
-def _place(home: Groups) -> int:
-    """The number of this rank among those that save, and so of its file; the first one commits."""
-    return home.all_ranks.index(home.rank)
 
 
 def homes_by_bucket(verb: str, state: Tree, groups: Any) -> dict[shards.Bucket, Groups]:
@@ -370,7 +365,7 @@ def agree_on(
             exchange.fact = f"step {step} in {folder.path}, {sorted(options.items())}"
             exchange.mine = {"state": tree.digest([f"{facts}"]).hex()}
             exchange.mine["extra"] = tree.digest(of_extra).hex()
-            if not _place(home):
+            if not home.place:
                 new = folder.begin(step, options.get("overwrite", "never"))
                 exchange.mine["new"] = str(new), folder.epoch
         said, ranks = exchange.differing("state"), home.all_ranks  # stages have other states
@@ -386,7 +381,7 @@ def agree_on(
     except BaseException:
         folder.abandon()
         raise
-    if _place(home) and not exchange.differing("extra"):
+    if home.place and not exchange.differing("extra"):
         text, extras = "", {}
     # Any rank may be the first one later, in groups that follow these.
     new, folder.epoch = exchange.all[home.all_ranks[0]]["new"]
@@ -431,7 +426,7 @@ class PendingSave:
 
     def write(self, block: OnHost) -> directory.SavedFile:
         """Write this rank's file, of what a block has."""
-        path = self.new / directory.part_name(_place(self.home))
+        path = self.new / directory.part_name(self.home.place)
         with block as tensors:
             spans.passing("save: write", self.step)
             with directory.write_errors("save: cannot write", path):
@@ -526,7 +521,7 @@ class PendingSave:
     def _end(self, written: Job) -> Path:
         """Publish this rank's record, and wait for the result of the rank that commits."""
         home, store, key = self.home, self._store, f"{self._key}/{self._number}"
-        place, ranks = _place(home), home.all_ranks
+        place, ranks = home.place, home.all_ranks
         if len(ranks) == 1:
             if written.error is not None:
                 self.folder.check_owned()
@@ -818,7 +813,7 @@ def take_folder(
         if own:
             folder_to_read("Checkpoints", folder, raises=True)
             folder_to_write(folder)
-            if not _place(home):
+            if not home.place:
                 folder.own()
         exchange.mine = folder.epoch, max(folder.committed(), default=None)
     folder.epoch = max(epoch for epoch, _ in exchange.all.values())  # the first rank may be new

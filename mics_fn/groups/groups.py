@@ -466,6 +466,11 @@ class Groups:
         return tuple(chain.from_iterable(self.universes))
 
     @cached_property
+    def place(self) -> int:
+        """The number of this rank in `all_ranks`."""
+        return self.all_ranks.index(self.rank)
+
+    @cached_property
     def axes(self) -> tuple[Comm, ...]:
         """Communicators that together reach all ranks that have a part of these leaves."""
         model = self.model

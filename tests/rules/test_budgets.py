@@ -23,21 +23,22 @@ from test_wings import DOORS, PATHS, arrows, depth, files, wing_of
 
 import mics_fn as mf
 
-# Lines are lines of code: without docstrings, comments and blanks. Optimizers of whole matrices may
-# take so many of them beside the rest; of the lab, they have a bench.
-MATRICES = 449
+# Lines are lines of code: without docstrings, comments and blanks. Optimizers of whole matrices,
+# models in parts and compiled regions may take so many of them beside the rest; of the lab, each
+# has a bench.
+MATRICES, PARTS, REGIONS = 449, 574, 235
 BUDGETS = {
-    "lines": 18_408 + MATRICES,
-    "lines without lab": 16_202 + MATRICES - 76,
-    "lines of the core": 6_001,
+    "lines": 18_408 + MATRICES + PARTS + REGIONS,
+    "lines without lab": 16_202 + MATRICES - 76 + PARTS - 46 + REGIONS - 12,
+    "lines of the core": 6_001 + 341,
     "lines of the longest file": 486,
-    "files": 91,
+    "files": 95,
     "percent of lines that import": 7.4,
     "files in the longest chain of imports": 14,
     "class names of several classes": 0,
     "file names in several wings": 0,
     "names with words that another word replaces": 0,
-    "public names": 100,
+    "public names": 103,
 }
 # No name has one of these words; in their place are placed, fetch, store, pending, heartbeat,
 # StoreThread, GroupState, agree, flat, plan, independent, outer, rebuild, rejoin. What a model has
