@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -34,6 +35,9 @@ from mics_fn.offload import placed
 from mics_fn.schedules import Learned, OnDemand, Run, Schedule, offsets
 
 aten = torch.ops.aten
+# Buckets that compiled regions have read: their kernels ask for addresses, which makes a copy on
+# write copy. Their leaves are views of the chunk itself, whose versions tell of a write.
+OPENED = WeakSet[shards.Bucket]()
 Names = Callable[[int], Sequence[str]]  # of the leaves of a bucket, for error texts
 
 # Parameters without data, whose bucket is fetched at the op that needs it.
@@ -179,7 +183,6 @@ class LiveBucket:
         self.codes: SentCodes | None = None  # of this rank's chunk, sent again by later fetches
         self.whole: Any = None  # see [Note: copy on write]
         self.leaves: list[Tensor] = []
-        self.shards: dict[int, Tensor] = {}  # in whose place each of these is, if a region asks
 
     def fill(self, full: Tensor | None, ready: torch.Event | None) -> None:
         """Make the bucket live, or not; views of its previous buffer are dropped.
@@ -234,31 +237,27 @@ class LiveBucket:
         chunk = self.chunk
         needed = self.use.route.size > 1 or self.placed is not None
         if not (needed or _torch.is_async(chunk.device) or _torch.has_no_data(chunk)):
-            self.whole = _torch.lazy_clone(chunk)
+            self.whole = chunk if self.use.bucket in OPENED else _torch.lazy_clone(chunk)
         if self.whole is not None:
             with _torch.below_autograd():  # which does not take them for views of one another
                 self.leaves = self._views(self.whole)
             for leaf in self.leaves:
                 leaf._shared = self  # pyright: ignore
 
-    def shard_of(self, leaf: Tensor) -> Tensor:
-        """The view of the chunk itself in whose place a leaf is; see [Note: regions]."""
-        if not self.shards:
-            self.shards = dict(zip(map(id, self.leaves), self._views(self.chunk), strict=True))
-        return self.shards[id(leaf)]
-
     def _views(self, whole: Tensor) -> list[Tensor]:
         return self.use.by_member(shards.pack.split_full(self.use.bucket, whole))
 
     def check_copies(self) -> None:
         """Raise LeafError if a plain leaf was written to, or was given other memory."""
-        whole, leaves, self.whole, self.leaves, self.shards = self.whole, self.leaves, None, [], {}
+        whole, leaves, self.whole, self.leaves = self.whole, self.leaves, None, []
         storage, same = _torch.storage_id(whole), _torch.is_lazy_clone(whole)
+        if whole is self.chunk:
+            same = not any(map(_torch.version, leaves))
         if same and set(map(_torch.storage_id, leaves)) == {storage}:
             return
         pairs = zip(self._views(whole), self._views(self.chunk), strict=True)
         for name, leaf, (now, before) in zip(self.names(), leaves, pairs, strict=True):
-            kept = same or torch.equal(_bits(now), _bits(before))
+            kept = same or (whole is not self.chunk and torch.equal(_bits(now), _bits(before)))
             if not kept or _torch.storage_id(leaf) != storage:
                 fix = "change parameters between steps, in the shards; or write to a clone()"
                 raise LeafError(f"defer: {name} was written to, which changes no shard", fix=fix)

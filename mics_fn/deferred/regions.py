@@ -8,10 +8,9 @@ and hops are those of an eager block. Under `torch.func`, which forbids the hook
 in which `torch.compile` compiles nothing, a region runs as it is.
 
 Where a rank holds a bucket in full, its parameters are plain tensors that are copied when something
-writes to them; a compiled kernel asks for their address, for which they would be copied, too. There
-a region gets them as they are in its first call, so that a write reaches no shard, and is found at
-the end of the run. In later calls it gets views of the shards themselves, and their version tells
-whether another graph wrote to them.
+writes to them; a compiled kernel asks for their address, for which they would be copied, too. So
+this is what they are in the first run, in which a write reaches no shard; in later ones they are
+views of the shards themselves, and their versions tell whether another graph wrote to them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from mics_fn import _torch, tree
-from mics_fn.deferred.live import Deferred, LiveBucket
+from mics_fn.deferred.live import OPENED, Deferred, LiveBucket
 from mics_fn.errors import LeafError
 from mics_fn.groups import hooks
 
@@ -91,7 +90,6 @@ class Region:
         first: tuple[Any, ...] = (),
     ) -> None:
         self.fn, self.compiled, self.first = fn, compiled, first
-        self._called = False
         owners = () if module is None else module.modules()
         self._owners = [own for each in owners if (own := _torch.own_parameters(each))]
 
@@ -101,8 +99,7 @@ class Region:
         _torch.on_compile(hooks.busy, skips=(_Saved.pack, _Saved.unpack))
         leaves, spec = tree.flatten((args, kwargs))
         given = [x for own in self._owners for x in own.values()]
-        views, some = _opened([*given, *leaves], own=self._called)
-        self._called = True
+        views, some = _opened([*given, *leaves])
         if not views:
             return self.compiled(*self.first, *args, **kwargs)
         if any(id(x) in views for x in leaves):
@@ -124,13 +121,8 @@ class Region:
         return tree.map_leaves(lambda x: _without_bucket(x, memory), out)
 
 
-def _opened(given: Iterable[Any], *, own: bool) -> tuple[dict[int, Tensor], list[Deferred]]:
-    """Views of live buckets by the id of the parameters, and one deferred one for each bucket.
-
-    Args:
-      given: parameters, and other values.
-      own: whether those that a rank holds in full are views of its shards.
-    """
+def _opened(given: Iterable[Any]) -> tuple[dict[int, Tensor], list[Deferred]]:
+    """Views of live buckets by the id of the parameters, and one deferred one for each bucket."""
     found: dict[int, Any] = {}
     for x in given:
         if isinstance(x, Tensor) and (type(x) is Deferred or "_shared" in x.__dict__):
@@ -140,8 +132,9 @@ def _opened(given: Iterable[Any], *, own: bool) -> tuple[dict[int, Tensor], list
         Deferred.fetch(deferred)
     views = dict[int, Tensor]()
     for key, x in found.items():
-        plain = x.plain() if type(x) is Deferred else x._shared.shard_of(x) if own else x
-        views[key] = plain.detach()
+        if type(x) is not Deferred:
+            OPENED.add(x._shared.use.bucket)
+        views[key] = (x.plain() if type(x) is Deferred else x).detach()
     trained = [key for key, x in found.items() if x.requires_grad]
     if trained:
         args = [views[key] for key in trained], *(found[key] for key in trained)
