@@ -448,7 +448,9 @@ def _compile_begins(_: Any) -> None:
 
 
 def _compile_ends(_: Any) -> None:
-    _COMPILES.pop().__exit__(None, None, None)
+    for silence in _COMPILES[1:]:  # none, where what compiles began before this was registered
+        silence.__exit__(None, None, None)
+    del _COMPILES[1:]
     _COMPILES[0](False)
 
 

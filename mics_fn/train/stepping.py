@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from mics_fn import _torch, errors, optim, shards, spans
 from mics_fn.collectives import levels
 from mics_fn.deferred import GradSum, Region, check_loss, defer
-from mics_fn.errors import LeafError
+from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Groups
 from mics_fn.init import on_meta_copy, refuse_lazy
 from mics_fn.offload import Where
@@ -237,6 +237,9 @@ class Program:
             if loss is not None:
                 raise LeafError("Trainer: a loss_fn takes no loss=", fix="it gives the loss itself")
             self.buffers, self._swapped_in = ModuleBuffers({}, {}, {}), nullcontext
+            if compile is not None:
+                fix = "compile the function itself: torch.compile(loss_fn), or mf.compile"
+                raise PlanError("Trainer: compile= is of modules, and this is a function", fix=fix)
             plain = _torch.compiled_from(model)
             call = model if plain is None else Region(plain, model)
             self._model, self._loss = None, partial(_cast_loss, call, precision)
@@ -255,6 +258,11 @@ class Program:
         plain = _torch.compiled_from(loss)
         if plain is not None and not isinstance(loss, nn.Module):
             loss, self.regions = Region(plain, loss, self.skeleton), [""]
+        if self.regions and self._dtensors:
+            fix = "leave compile() out, or cut leaves by make_groups(cut=)"
+            raise PlanError(
+                "Trainer: compiled regions take no parameters that are DTensors", fix=fix
+            )
         self._values = params, self.buffers.copies({k: x.detach() for k, x in buffers.items()})
         self._swapped_in = _torch.SwappedIn(self.skeleton, [*params, *buffers])
         casts = precision.inputs is not None or precision.output is not None

@@ -392,6 +392,8 @@ def refused(world):
         raw(full, random(2, 4, WIDTH))
     with pytest.raises(mf.errors.PlanError, match=re.escape("mode='reduce-overhead' replays")):
         mf.compile_blocks(Model(), "blocks.*", mode="reduce-overhead")
+    with pytest.raises(mf.errors.PlanError, match="compile= is of modules"):
+        mf.Trainer(block_of, mf.optim.sgd(0.1), groups, params={}, compile="*")
     with pytest.raises(mf.errors.PlanError, match="block.*nearest|matches no module|no module"):
         mf.Trainer(Model(), mf.optim.sgd(0.1), groups, loss=square, compile="block.*")
 

@@ -384,6 +384,9 @@ def refused() -> None:
         text = r"full.blocks.0.up.weight is of \(16, 8\), and the model's part of \(8, 8\)"
         with pytest.raises(mf.errors.LeafError, match=text):
             mf.shards.as_dtensors(wrong, params)
+        compiled: dict[str, Any] = {"loss": token_loss, "compile": "blocks.*"}
+        with pytest.raises(mf.errors.PlanError, match="take no parameters that are DTensors"):
+            mf.Trainer(model, mf.optim.sgd(RATE), groups, **compiled)
         model.register_buffer("scale", distribute_tensor(torch.ones(4), mesh["tp"], [Shard(0)]))
         with pytest.raises(mf.errors.LeafError, match="buffer 'scale' is a DTensor"):
             mf.Trainer(model, mf.optim.sgd(RATE), groups, loss=token_loss)
