@@ -30,7 +30,7 @@ MATRICES, PARTS, REGIONS = 449, 575, 243
 BUDGETS = {
     "lines": 18_408 + MATRICES + PARTS + REGIONS,
     "lines without lab": 16_202 + MATRICES - 76 + PARTS - 46 + REGIONS - 12,
-    "lines of the core": 6_001 + 344,
+    "lines of the core": 6_001 + 346,
     "lines of the longest file": 486,
     "files": 95,
     "percent of lines that import": 7.4,
