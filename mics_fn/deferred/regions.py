@@ -8,14 +8,15 @@ and hops are those of an eager block. Under `torch.func`, which forbids the hook
 in which `torch.compile` compiles nothing, a region runs as it is.
 
 Where a rank holds a bucket in full, its parameters are plain tensors that are copied when something
-writes to them; a compiled kernel asks for their address, for which they would be copied, too. So
-this is what they are in the first run, in which a write reaches no shard; in later ones they are
-views of the shards themselves, and their versions tell whether another graph wrote to them.
+writes to them; a compiled kernel asks for their address, for which they would be copied, too. So a
+region gets copies in its first call, in which a write reaches no shard; in later ones it gets views
+of the shards themselves, and their versions tell whether another graph wrote to them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +91,7 @@ class Region:
         first: tuple[Any, ...] = (),
     ) -> None:
         self.fn, self.compiled, self.first = fn, compiled, first
+        self._known = WeakSet[Any]()  # buckets that it was given before
         owners = () if module is None else module.modules()
         self._owners = [own for each in owners if (own := _torch.own_parameters(each))]
 
@@ -99,7 +101,7 @@ class Region:
         _torch.on_compile(hooks.busy, skips=(_Saved.pack, _Saved.unpack))
         leaves, spec = tree.flatten((args, kwargs))
         given = [x for own in self._owners for x in own.values()]
-        views, some = _opened([*given, *leaves])
+        views, some = _opened([*given, *leaves], self._known)
         if not views:
             return self.compiled(*self.first, *args, **kwargs)
         if any(id(x) in views for x in leaves):
@@ -121,8 +123,13 @@ class Region:
         return tree.map_leaves(lambda x: _without_bucket(x, memory), out)
 
 
-def _opened(given: Iterable[Any]) -> tuple[dict[int, Tensor], list[Deferred]]:
-    """Views of live buckets by the id of the parameters, and one deferred one for each bucket."""
+def _opened(given: Iterable[Any], known: WeakSet[Any]) -> tuple[dict[int, Tensor], list[Deferred]]:
+    """Views of live buckets by the id of the parameters, and one deferred one for each bucket.
+
+    Args:
+      given: parameters, and other values.
+      known: buckets that are held in full, and were given before; gets those that were not.
+    """
     found: dict[int, Any] = {}
     for x in given:
         if isinstance(x, Tensor) and (type(x) is Deferred or "_shared" in x.__dict__):
@@ -130,11 +137,15 @@ def _opened(given: Iterable[Any]) -> tuple[dict[int, Tensor], list[Deferred]]:
     deferred: list[Any] = [x for x in found.values() if type(x) is Deferred]
     if deferred:
         Deferred.fetch(deferred)
-    views = dict[int, Tensor]()
+    views, buckets = dict[int, Tensor](), set[Any]()
     for key, x in found.items():
-        if type(x) is not Deferred:
-            OPENED.add(x._shared.use.bucket)
-        views[key] = (x.plain() if type(x) is Deferred else x).detach()
+        if type(x) is Deferred:
+            views[key] = x.plain().detach()
+        else:
+            buckets.add(bucket := x._shared.use.bucket)
+            views[key] = x.detach() if bucket in known else x.detach().clone()
+    OPENED.update(buckets)
+    known.update(buckets)
     trained = [key for key, x in found.items() if x.requires_grad]
     if trained:
         args = [views[key] for key in trained], *(found[key] for key in trained)

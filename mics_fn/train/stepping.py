@@ -278,7 +278,8 @@ class Program:
         """
         of_function = self.skeleton is None
         given, name = (params, "the parameters") if of_function else (self._model, "the model")
-        values = params if of_function else {**self._wrapped(params), **buffers}
+        params = self._wrapped(params) if not of_function and self._dtensors else params
+        values = params if of_function else {**params, **buffers}
         with self._swapped_in(values):
             try:
                 loss = self._loss(given, batch)
@@ -304,8 +305,6 @@ class Program:
 
     def _wrapped(self, params: Tree) -> Tree:
         """Parameters, of which those are DTensors that were such in the model."""
-        if not self._dtensors:
-            return params
         return params | {k: _torch.as_dtensor(params[k], *how) for k, how in self._dtensors.items()}
 
     def state_dict(self, params: Callable[[], Tree], buffers: Values) -> Values:

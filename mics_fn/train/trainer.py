@@ -239,6 +239,9 @@ class FaultPolicy:
 # This rank as a member of its job, which may go on with other processes after a fault.
 
 
+_NOTHING = nullcontext()
+
+
 class Masked(NamedTuple):
     """A step that a device may not have taken; see [Note: masked steps] in `optim.optimizers`."""
 
@@ -292,7 +295,6 @@ class JobStep(Between):
         self.copies = None
         if first and trainer.options.home.model is not None and trainer.faults.check_replicas:
             self.copies = CopiesCheck(trainer.ahead.params, trainer.groups)
-        self.watching = self.copies or nullcontext()
 
     def reduced(self, total: GradSum, state: RunState) -> RunState:
         """Compare replicas if that is due, and look at the last step if it was masked."""
@@ -632,8 +634,8 @@ class Trainer:
             job = JobStep(self, first)
             try:
                 torch.set_grad_enabled(True)
-                exact = _deterministic() if self.deterministic else nullcontext()
-                with job.commit, job.watching, exact:
+                exact = _deterministic() if self.deterministic else _NOTHING
+                with job.commit, job.copies or _NOTHING, exact:
                     _, metrics = stepping.train_step(self.options, self.run, batch, job)
             except BaseException as error:
                 # Of this library it is raised before the last message of the step, or on all ranks.
