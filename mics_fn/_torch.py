@@ -18,6 +18,7 @@ import inspect
 import logging
 import mmap
 import os
+import re
 import socket
 import threading
 import time
@@ -213,7 +214,8 @@ def groups_named(name: str | None) -> list[dist.ProcessGroup]:
 
 # The calls of a process group that give something to wait for, which only their texts say.
 _TEXTS = {name: x.__doc__ or "" for name, x in vars(dist.ProcessGroup).items()}
-GROUP_CALLS = [k for k, x in _TEXTS.items() if "-> c10d::Work" in x and k != "_end_coalescing"]
+_GIVES_WORK = re.compile(r"-> [\w.:]*\bWork\b")
+GROUP_CALLS = [k for k, x in _TEXTS.items() if _GIVES_WORK.search(x) and k != "_end_coalescing"]
 group_named: Callable[[str], Any] = c10d._resolve_process_group  # pyright: ignore
 
 

@@ -188,7 +188,7 @@ def _bucket_of(leaf: Saved) -> tuple[int, int]:
 
 def _writers(groups: Groups) -> list[int]:
     """The global ranks that write: of each part of the model those of its first replica."""
-    return [ranks[i] for ranks in groups.universes for i in groups.plan.partition_groups[0]]
+    return [ranks[i] for ranks in groups.dp_ranks for i in groups.plan.partition_groups[0]]
 
 
 def _as_whole(leaf: Saved, parts: int) -> Saved:

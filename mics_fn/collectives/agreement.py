@@ -103,7 +103,7 @@ def refuse_unequal(
         return
     found = collect_values(home.stage, torch.stack([*sums.values()]))
     p = 1 if whole else home.partition_size
-    pairs = [(x, each[k % p]) for each in home.stage.universes for k, x in enumerate(each)]
+    pairs = [(x, each[k % p]) for each in home.stage.dp_ranks for k, x in enumerate(each)]
     odd = [(rank, like) for rank, like in pairs if found[rank] != found[like]]
     if odd:
         first = found[odd[0][1]]

@@ -139,7 +139,7 @@ def _distinct(homes: Iterable[Any]) -> list[Groups]:
 def _replicas(home: Groups) -> list[Sequence[int]]:
     """List the ranks of each replication group, in all parts of a model."""
     p = home.partition_size
-    return [ranks[place::p] for ranks in home.universes for place in range(p)]
+    return [ranks[place::p] for ranks in home.dp_ranks for place in range(p)]
 
 
 # At which step ranks are: compared on new groups, and mended from a replica.

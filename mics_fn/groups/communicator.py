@@ -268,8 +268,8 @@ class GroupState:
     failed: str | None = None  # why they are finished; see [Note: failed groups]
     # By a name that is equal on its ranks, in the order of creation.
     owned: dict[str, dist.ProcessGroup] = field(default_factory=dict)
-    # Of a mesh, to be aborted with them; see [Note: groups of a mesh] in `lent`.
-    lent: list[dist.ProcessGroup] = field(default_factory=list)
+    # Of a mesh, to be aborted with them; see [Note: groups of a mesh] in `bounded_group`.
+    mesh_groups: list[dist.ProcessGroup] = field(default_factory=list)
     # Calls that drop references to them, of what is queued.
     forgets: list[Callable[[], None]] = field(default_factory=list)
     active: list[Any] = field(default_factory=list)  # `Pending`s in flight, oldest first
@@ -372,7 +372,7 @@ class GroupState:
         quietly(self.watch.close)
         if not waits:
             self._lose_queued(_GRACE_S)
-            for group in self.lent:
+            for group in self.mesh_groups:
                 abort_group(group)
         for i in reversed(range(len(groups))):
             # That of gloo waits for nobody.
@@ -388,8 +388,8 @@ class GroupState:
     def abort(self, patience_s: float = 0.0) -> list[Job]:
         """Abort each process group on a thread; see [Note: aborted collectives] in `_torch`."""
         self._lose_queued(patience_s)
-        lent, self.lent = self.lent, []
-        return [abort_group(group) for group in (*self.live(), *lent)]
+        mesh_groups, self.mesh_groups = self.mesh_groups, []
+        return [abort_group(group) for group in (*self.live(), *mesh_groups)]
 
     def _lose_queued(self, patience_s: float) -> None:
         """Judge what is queued on a device, which has so much time to end, once."""

@@ -361,14 +361,14 @@ class Model(NamedTuple):
     """The ranks that hold a model in parts; see [Note: models in parts].
 
     Args:
-      universes: the data-parallel ranks of each part, in the order of parts, stage by stage.
+      dp_ranks: the data-parallel ranks of each part, in the order of parts, stage by stage.
       parts: the ranks that hold the other parts of what this rank has.
       stages: those that hold other leaves.
       copies: hop 2 of leaves that every part has a copy of.
       cut: the dim along which a leaf is cut, from its path; None for a copy.
     """
 
-    universes: tuple[tuple[int, ...], ...]
+    dp_ranks: tuple[tuple[int, ...], ...]
     parts: Comm
     stages: Comm
     copies: Comm
@@ -453,17 +453,17 @@ class Groups:
         home, groups = self.plan.partition_group(self.position), self.plan.partition_groups
         places = [self.ranks.index(rank) - home[0] for rank in self.partition.ranks]
         starts = [group[0] for group in groups]
-        return [ranks[at + place] for ranks in self.universes for at in starts for place in places]
+        return [ranks[at + place] for ranks in self.dp_ranks for at in starts for place in places]
 
     @property
-    def universes(self) -> Sequence[tuple[int, ...]]:
+    def dp_ranks(self) -> Sequence[tuple[int, ...]]:
         """The data-parallel ranks of each part of the model, this rank's among them."""
-        return (self.ranks,) if self.model is None else self.model.universes
+        return (self.ranks,) if self.model is None else self.model.dp_ranks
 
     @cached_property
     def all_ranks(self) -> tuple[int, ...]:
-        """All global ranks of `universes`, in an order that is the same on each of them."""
-        return tuple(chain.from_iterable(self.universes))
+        """All global ranks of `dp_ranks`, in an order that is the same on each of them."""
+        return tuple(chain.from_iterable(self.dp_ranks))
 
     @cached_property
     def place(self) -> int:
@@ -492,17 +492,17 @@ class Groups:
             return self
         plan, parts = self.plan, model.parts.size
         wired = Topology((parts, *plan.topology.sizes), ("part", *plan.topology.names))
-        stages = zip(*[iter(model.universes)] * parts, strict=True)
-        universes = tuple(tuple(chain.from_iterable(stage)) for stage in stages)
+        stages = zip(*[iter(model.dp_ranks)] * parts, strict=True)
+        dp_ranks = tuple(tuple(chain.from_iterable(stage)) for stage in stages)
         alone = Comm.of_one("parts", self.state, self.timeout_s)
         return replace(
             self,
             derive=(*self.derive, lambda made: made.copies),
             plan=Plan(wired, plan.partition_size),
-            ranks=next(ranks for ranks in universes if self.rank in ranks),
+            ranks=next(ranks for ranks in dp_ranks if self.rank in ranks),
             position=self.position + model.parts.rank * len(self.ranks),
             replicas=model.copies,
-            model=model._replace(universes=universes, parts=alone, cut=no_cut),
+            model=model._replace(dp_ranks=dp_ranks, parts=alone, cut=no_cut),
             of=self,
             agreed=set(),
         )
@@ -518,11 +518,11 @@ class Groups:
         model = self.model
         if model is None or model.stages.size == 1:
             return self
-        count = len(model.universes) // model.stages.size
-        own = model.universes[model.stages.rank * count :][:count]
+        count = len(model.dp_ranks) // model.stages.size
+        own = model.dp_ranks[model.stages.rank * count :][:count]
         alone = Comm.of_one("stages", self.state, self.timeout_s)
         derive = (*self.derive, lambda made: made.stage)
-        return replace(self, derive=derive, model=model._replace(universes=own, stages=alone))
+        return replace(self, derive=derive, model=model._replace(dp_ranks=own, stages=alone))
 
     @cached_property
     def replica(self) -> "Groups":
@@ -536,8 +536,8 @@ class Groups:
             return self
         plan, own, model = self.plan, self.plan.partition_group(self.position), self.model
         if model is not None:  # its copies are in this replica alone
-            ranks = tuple(tuple(x[position] for position in own) for x in model.universes)
-            model = model._replace(universes=ranks, copies=model.parts)
+            ranks = tuple(tuple(x[position] for position in own) for x in model.dp_ranks)
+            model = model._replace(dp_ranks=ranks, copies=model.parts)
         return replace(
             self,
             derive=(*self.derive, lambda made: made.replica),

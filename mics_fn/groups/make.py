@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from mics_fn import _torch, checks, spans
 from mics_fn.errors import GroupsError, PeerFailed, PlanError, first_line, name_ranks
 from mics_fn.groups import startup
+from mics_fn.groups.bounded_group import bound_group
 from mics_fn.groups.communicator import Comm, GroupState, check_fork, hooks
 from mics_fn.groups.groups import Groups, Hierarchy, Level, Model, Route, no_cut
-from mics_fn.groups.lent import lend
 from mics_fn.groups.topology import FLAT, Plan, Topology, plan_groups
 from mics_fn.store import Channel, poll
 from mics_fn.threads import bounded
@@ -36,16 +36,16 @@ class Parts(NamedTuple):
     """How the ranks of a job hold a model in parts.
 
     Args:
-      universes: the data-parallel ranks of each part, in the order of parts, stage by stage.
+      dp_ranks: the data-parallel ranks of each part, in the order of parts, stage by stage.
       count: number of parts.
       cut: the dim along which a leaf is cut, from its path.
-      lent: names of torch's groups along the parts, and along the stages; "" for none.
+      mesh_names: names of torch's groups along the parts, and along the stages; "" for none.
     """
 
-    universes: tuple[tuple[int, ...], ...]
+    dp_ranks: tuple[tuple[int, ...], ...]
     count: int
     cut: Rule
-    lent: Sequence[str] = ("", "")
+    mesh_names: Sequence[str] = ("", "")
 
 
 def make_groups(
@@ -139,12 +139,12 @@ def make_groups(
     if spans.observers:
         spans.passing("start: make_groups")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
-    universes, sizes, count = universes_of(ranks, mesh, rank, world_size, model, stages)
-    universe = universes[0] if len(universes) == 1 else next(x for x in universes if rank in x)
+    dp_ranks, sizes, count = dp_ranks_of(ranks, mesh, rank, world_size, model, stages)
+    own_ranks = dp_ranks[0] if len(dp_ranks) == 1 else next(x for x in dp_ranks if rank in x)
     partition_size = sizes[1] if partition_size is None and len(sizes) == 2 else partition_size
-    job, rule = tuple(chain.from_iterable(universes)), cut_rule(cut) if cut else no_cut
-    if len(universes) > 1:  # one that takes another dimension for `model` meets the others, too
-        job, given["universes"] = tuple(sorted(job)), universes
+    job, rule = tuple(chain.from_iterable(dp_ranks)), cut_rule(cut) if cut else no_cut
+    if len(dp_ranks) > 1:  # one that takes another dimension for `model` meets the others, too
+        job, given["dp_ranks"] = tuple(sorted(job)), dp_ranks
     chosen, served_by, problem = device_and_backend(device, mesh, backend)
     startup.own_failures(served_by, begun=started and "nccl" in dist.get_backend_config())
     state = GroupState(job, rank, on_device=_torch.is_async(chosen), timeout_s=timeout_s)
@@ -159,17 +159,17 @@ def make_groups(
     mine = startup.facts_of(compared, chosen, problem, node)
     deadline = time.monotonic() + timeout_s
     try:
-        judge = partial(startup.judged, "make_groups", universes=universes)
+        judge = partial(startup.judged, "make_groups", dp_ranks=dp_ranks)
         store, found = _agreed(state, mine, deadline, judge)
         checks.integer("make_groups", "mean_over", mean_over, optional=True)
         if topology is not None:
-            _check_topology(topology, len(universe), node_size)
-        wired = topology or Topology.of(len(universe), found)
+            _check_topology(topology, len(own_ranks), node_size)
+        wired = topology or Topology.of(len(own_ranks), found)
         plan = plan_groups(wired, wired.sizes[-1] if partition_size is None else partition_size)
-        how: Any = {"plan": plan, "ranks": universe, "device": chosen, "mean_over": mean_over}
+        how: Any = {"plan": plan, "ranks": own_ranks, "device": chosen, "mean_over": mean_over}
         if model is not None or stages is not None:
-            lent = [_torch.name_in_mesh(mesh, dim) for dim in (model, stages)]
-            how["parts"] = Parts(universes, count, rule, lent)
+            mesh_names = [_torch.name_in_mesh(mesh, dim) for dim in (model, stages)]
+            how["parts"] = Parts(dp_ranks, count, rule, mesh_names)
         state.recipe = partial(_create, **how)
         return state.recipe(state, store, deadline)
     except BaseException:
@@ -209,7 +209,7 @@ def require_distributed() -> bool:
     return False
 
 
-def universes_of(
+def dp_ranks_of(
     ranks: Sequence[int] | None,
     mesh: DeviceMesh | None,
     rank: int,
@@ -347,13 +347,13 @@ def _create(
     partition = one_level[0].reduce if levels else comm("partition", order)
     partition = replace(partition, name="partition")  # in the ledger
     replicas, second = comm("replicas", rows), comm("replicas, second", rows)
-    model, lends = _model(comm, parts, replicas) if parts else (None, ())
+    model, bounds = _model(comm, parts, replicas) if parts else (None, ())
     made = [comm for comm in made if comm.group]
     if store is not None:
         _make_all(state, store, made, deadline)
     if state.on_device:
         _warm_up(state, [comm for comm in made if comm.name != f"gather {FLAT}"], device)
-    for put_in_place in lends:
+    for put_in_place in bounds:
         put_in_place()
     factor = 1.0 if mean_over is None else len(ranks) / mean_over
     more = {"grad_factor": factor, "names": plan.topology.names}
@@ -372,23 +372,23 @@ def _create(
 
 def _model(comm: Any, parts: Parts, replicas: Comm) -> tuple[Model, list[Callable[[], None]]]:
     """The communicators of a model in parts, and what puts them in the place of a mesh's groups."""
-    state, universes, count = replicas.state, parts.universes, parts.count
-    ranks = next(ranks for ranks in universes if state.rank in ranks)
-    (stage, part), position = divmod(universes.index(ranks), count), ranks.index(state.rank)
-    mine = universes[stage * count :][:count]
+    state, dp_ranks, count = replicas.state, parts.dp_ranks, parts.count
+    ranks = next(ranks for ranks in dp_ranks if state.rank in ranks)
+    (stage, part), position = divmod(dp_ranks.index(ranks), count), ranks.index(state.rank)
+    mine = dp_ranks[stage * count :][:count]
     if count > 1:
         same = tuple(x[ranks.index(rank)] for x in mine for rank in replicas.ranks)
         second = replace(comm("copies, second", same), name="copies")  # in the ledger
         replicas = replace(comm("copies", same), second=second)
     own = comm("parts", tuple(x[position] for x in mine))
-    others = comm("stages", tuple(x[position] for x in universes[part::count]))
-    lends = list[Callable[[], None]]()
-    for name, axis in zip(parts.lent, (own, others), strict=True):
+    others = comm("stages", tuple(x[position] for x in dp_ranks[part::count]))
+    bounds = list[Callable[[], None]]()
+    for name, axis in zip(parts.mesh_names, (own, others), strict=True):
         if name and axis.size > 1:
             # After a reset, since that of the mesh may have ended in the middle of a call.
             renewed = state.key != state.first and comm(f"mesh {axis.name}", axis.ranks)
-            lends.append(partial(lend, name, axis, renewed or None))
-    return Model(universes, own, others, replicas, parts.cut if count > 1 else no_cut), lends
+            bounds.append(partial(bound_group, name, axis, renewed or None))
+    return Model(dp_ranks, own, others, replicas, parts.cut if count > 1 else no_cut), bounds
 
 
 def _comm(state: GroupState, made: list[Comm], name: str, ranks: tuple[int, ...]) -> Comm:

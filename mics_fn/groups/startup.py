@@ -266,13 +266,13 @@ def facts_of(
 # What ranks tell each other as they start, and what must be equal or distinct there.
 
 
-def judged(verb: str, found: Mapping[int, Any], *, universes: Sequence[Sequence[int]] = ()) -> int:
+def judged(verb: str, found: Mapping[int, Any], *, dp_ranks: Sequence[Sequence[int]] = ()) -> int:
     """Check the facts, the node and the device of each rank; return the size of a node.
 
     Args:
       verb: for errors.
       found: the facts of each rank.
-      universes: of a model in parts, the ranks of each part: nodes have so many ranks of one.
+      dp_ranks: of a model in parts, the ranks of each part: nodes have so many ranks of one.
 
     Raises:
       DesyncError: facts differ; the text has the values and who has them.
@@ -293,7 +293,7 @@ def judged(verb: str, found: Mapping[int, Any], *, universes: Sequence[Sequence[
         lines = [f"{errors.name_ranks(users)} on {facts[users[0]].place}, {unit}"]
         raise GroupsError(f"{verb}: several ranks use one device", lines, fix)
     sizes = set[int]()
-    for ranks in universes if len(facts) > 1 and universes else [facts]:
+    for ranks in dp_ranks if len(facts) > 1 and dp_ranks else [facts]:
         sizes.add(node_size_of({rank: facts[rank].node for rank in ranks}))
     if len(sizes) > 1:
         what = f"{verb}: nodes have unequal numbers of ranks of the parts of a model"

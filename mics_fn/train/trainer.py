@@ -66,7 +66,7 @@ def _quarter_of_memory(home: Groups) -> int:
     """A quarter of the memory of the rank that has least; the same number on all ranks."""
     found = _torch.total_memory(home.device)
     if not _torch.is_async(home.device):  # the ranks of a machine share its memory
-        found //= home.plan.topology.sizes[-1] * len(home.universes)
+        found //= home.plan.topology.sizes[-1] * len(home.dp_ranks)
     mine = torch.tensor(found // 4, dtype=torch.int64, device=home.device)
     return min(collect_values(home, mine).values())
 

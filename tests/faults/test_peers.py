@@ -117,6 +117,13 @@ def fail(fault: str) -> None:
         ctypes.PyDLL(None).usleep(int(LIMIT_S / 2 * 1e6))
 
 
+def ended(k: int, began: float, groups: Any, error: MicsError) -> tuple[int, str, Any, float, str]:
+    """What a rank says of the step in which it gave its groups up."""
+    kind, who = getattr(error, "kind", type(error).__name__), getattr(error, "rank", None)
+    groups.state.abandon(error)
+    return k, kind, who, time.time() - began, str(error)
+
+
 def train(faults: dict[int, str]) -> Any:
     """Steps by hand, over both hops; how many were done, and the error of this rank."""
     rank = int(os.environ["RANK"])
@@ -133,9 +140,7 @@ def train(faults: dict[int, str]) -> Any:
             mf.gather(shards, groups)
             mf.reduce_grads({"w": torch.ones(8)}, groups, like=shards)
         except MicsError as error:
-            kind, who = getattr(error, "kind", type(error).__name__), getattr(error, "rank", None)
-            groups.state.abandon(error)
-            return k, kind, who, time.time() - began, str(error)
+            return ended(k, began, groups, error)
     return STEPS, "", None, 0.0, ""
 
 
@@ -188,9 +193,7 @@ def train_in_parts(odd: int, fault: str, sizes: tuple[int, ...]) -> Any:
         try:
             trainer.step(torch.ones(2, 4))
         except MicsError as error:
-            kind, who = getattr(error, "kind", type(error).__name__), getattr(error, "rank", None)
-            groups.state.abandon(error)
-            return k, kind, who, time.time() - began, str(error)
+            return ended(k, began, groups, error)
     return STEPS, "", None, 0.0, ""
 
 

@@ -17,7 +17,7 @@ from torch.func import grad
 import mics_fn as mf
 from mics_fn.groups import GroupState
 from mics_fn.groups.groups import Model
-from mics_fn.groups.make import Parts, _create, cut_rule, universes_of
+from mics_fn.groups.make import Parts, _create, cut_rule, dp_ranks_of
 from mics_fn.groups.topology import Topology, plan_groups
 from mics_fn.shards.pack import watchers
 
@@ -47,13 +47,13 @@ def over(groups) -> Model:
     return known(groups.model)
 
 
-def without_processes(universes, p, parts, rank):
+def without_processes(dp_ranks, p, parts, rank):
     """Groups of a rank as `make_groups` makes them, which move no data."""
-    state = GroupState(tuple(r for ranks in universes for r in ranks), rank)
+    state = GroupState(tuple(r for ranks in dp_ranks for r in ranks), rank)
     state.rejoining = True
-    plan, device = plan_groups(Topology((len(universes[0]),)), p), torch.device("cpu")
-    held = Parts(universes, parts, cut_rule(""))
-    mine = next(ranks for ranks in universes if rank in ranks)
+    plan, device = plan_groups(Topology((len(dp_ranks[0]),)), p), torch.device("cpu")
+    held = Parts(dp_ranks, parts, cut_rule(""))
+    mine = next(ranks for ranks in dp_ranks if rank in ranks)
     return _create(state, None, 0.0, plan, mine, device, None, held)
 
 
@@ -70,9 +70,9 @@ def test_groups_of_parts_reach_each_rank_once(names, stages, sizes, parts):
     mesh = Mesh([shape[name] for name in names], names)
     world = stages * r * p * parts
     given: Any = mesh
-    universes, data, number = universes_of(None, given, 0, world, "model", "stages")
+    dp_ranks, data, number = dp_ranks_of(None, given, 0, world, "model", "stages")
     assert (data, number) == ((r * p,), parts)
-    every = {rank: without_processes(universes, p, parts, rank) for rank in range(world)}
+    every = {rank: without_processes(dp_ranks, p, parts, rank) for rank in range(world)}
     for rank, groups in every.items():
         copies = groups.copies
         for home in (groups, copies):
@@ -95,7 +95,7 @@ def test_groups_of_parts_reach_each_rank_once(names, stages, sizes, parts):
             continue
         # Those that have the same chunk of a copy, in each part of this stage.
         place = groups.position % p
-        mine = [ranks for ranks in universes if set(ranks) & set(copies.ranks)]
+        mine = [ranks for ranks in dp_ranks if set(ranks) & set(copies.ranks)]
         assert copies.replicas.ranks == tuple(x for ranks in mine for x in ranks[place::p])
         assert over(groups).parts.ranks == tuple(ranks[groups.position] for ranks in mine)
         alone = groups.replica
@@ -118,7 +118,7 @@ def test_groups_of_parts_reach_each_rank_once(names, stages, sizes, parts):
 def test_a_mesh_without_these_dimensions_is_refused(how, says):
     given: dict = {"ranks": None, "mesh": None, "rank": 0, "world_size": 4, **how}
     with pytest.raises(mf.errors.PlanError, match=says):
-        universes_of(**given)
+        dp_ranks_of(**given)
 
 
 @pytest.mark.parametrize("text", ["*.up", "*.up: x", ": 0", "*.up: -1"])

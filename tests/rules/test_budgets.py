@@ -26,11 +26,11 @@ import mics_fn as mf
 # Lines are lines of code: without docstrings, comments and blanks. Optimizers of whole matrices,
 # models in parts and compiled regions may take so many of them beside the rest; of the lab, each
 # has a bench.
-MATRICES, PARTS, REGIONS = 449, 575, 248
+MATRICES, PARTS, REGIONS = 449, 578, 248
 BUDGETS = {
     "lines": 18_408 + MATRICES + PARTS + REGIONS,
     "lines without lab": 16_202 + MATRICES - 76 + PARTS - 46 + REGIONS - 12,
-    "lines of the core": 6_001 + 346,
+    "lines of the core": 6_001 + 349,
     "lines of the longest file": 486,
     "files": 95,
     "percent of lines that import": 7.4,

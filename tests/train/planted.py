@@ -119,8 +119,8 @@ PLANTED = [
     ),
     (
         "a reset leaves calls undone in the groups of a mesh",
-        "groups/lent.py",
-        "lent.group = renewed.process_group()",
+        "groups/bounded_group.py",
+        "bounded.group = renewed.process_group()",
         "pass",
         "train/test_reset_parts.py -k anew",
     ),

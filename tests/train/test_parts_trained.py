@@ -194,11 +194,11 @@ def fitted(p: int, folder: str, stages: int) -> None:
         by_rank = everywhere(torch.tensor(every))
         assert groups.model is not None
         for stage in range(stages):
-            universes = groups.model.universes[2 * stage : 2 * stage + 2]
-            for same in zip(*universes, strict=True):
+            dp_ranks = groups.model.dp_ranks[2 * stage : 2 * stage + 2]
+            for same in zip(*dp_ranks, strict=True):
                 assert all(torch.equal(by_rank[rank], by_rank[same[0]]) for rank in same)
-            once = torch.stack([by_rank[rank] for rank in universes[0]])
-            epoch = once[:, : size // len(universes[0])]
+            once = torch.stack([by_rank[rank] for rank in dp_ranks[0]])
+            epoch = once[:, : size // len(dp_ranks[0])]
             assert sorted(epoch.flatten().tolist()) == list(range(size))
 
 
@@ -505,7 +505,7 @@ def coded(p: int, precision: str, exact: bool) -> None:
         assert groups.model is not None
         after, want = trainer.params(), uncoded.params()
         for x in map(everywhere, after.values()):
-            for universe in groups.model.universes:
+            for universe in groups.model.dp_ranks:
                 assert all(torch.equal(x[rank], x[universe[0]]) for rank in universe)
         if exact:
             same_bits(after, twin.params())

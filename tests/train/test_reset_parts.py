@@ -319,7 +319,7 @@ def other_options(what: str) -> str:
         ("guard", "max_norm"),
         ("cut", "cut"),
         ("model", "model"),
-        ("mesh", "universes"),
+        ("mesh", "dp_ranks"),
         ("cut function", "up"),
     ],
 )

@@ -1,13 +1,13 @@
-"""`Lent`: a process group of a `DeviceMesh`, in whose place a model waits under watch.
+"""`BoundedGroup`: a process group of a `DeviceMesh`, in whose place a model waits under watch.
 
 [Note: groups of a mesh] The layers of a model in parts send over groups of their own, as DTensors
 do, and a rank that waits there for one that has failed waits in torch, until the limit of that
-group. So `make_groups` puts a `Lent` in the place of the groups of `model=` and `stages=`, under
-their names, which torch looks up at each call. It passes calls on, and its waits end with
-the groups that were made. After an error each rank may have left other calls undone in the group of
-the mesh, so `reset` gives a new one to the same `Lent`. On an accelerator calls are not waited
-for by the host: there the groups of the mesh are aborted with the others, and are lent once `reset`
-makes new ones.
+group. So `make_groups` puts a `BoundedGroup` in the place of the groups of `model=` and `stages=`,
+under their names, which torch looks up at each call. It passes calls on, and its waits end with the
+groups that were made. After an error each rank may have left other calls undone in the group of the
+mesh, so `reset` gives a new one to the same `BoundedGroup`. On an accelerator calls are not waited
+for by the host: there the groups of the mesh are aborted with the others, and are bounded once
+`reset` makes new ones.
 """
 
 import time
@@ -25,7 +25,7 @@ from mics_fn.groups.communicator import LAST_STEP, Comm, GroupState
 _SLEEP = timedelta(milliseconds=50)
 
 
-class Lent(dist.ProcessGroup):
+class BoundedGroup(dist.ProcessGroup):
     """Passes all calls to another process group; see [Note: groups of a mesh].
 
     Args:
@@ -38,15 +38,15 @@ class Lent(dist.ProcessGroup):
 
 
 class _Work(dist.Work):
-    """What is waited for, as a call on a `Lent` gave it."""
+    """What is waited for, as a call on a `BoundedGroup` gave it."""
 
-    def __init__(self, work: Any, lent: Lent, name: str) -> None:
+    def __init__(self, work: Any, bounded: BoundedGroup, name: str) -> None:
         super().__init__()
-        self.work, self.lent, self.name = work, lent, name
+        self.work, self.bounded, self.name = work, bounded, name
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait, at most until a rank of the group has failed."""
-        began, users = time.monotonic(), [x for x in self.lent.users if not x[0].closed]
+        began, users = time.monotonic(), [x for x in self.bounded.users if not x[0].closed]
         users = [x for x in users if x[0] in LAST_STEP] or users[-1:]  # the one that waits
         watched = [(state, comm) for state, comm in users if not state.on_device]
         while watched and not self.work.is_completed():
@@ -80,20 +80,21 @@ class _Work(dist.Work):
 
 
 def _passed_on(name: str) -> Callable[..., Any]:
-    def call(self: Lent, *args: Any, **kwargs: Any) -> _Work:
+    def call(self: BoundedGroup, *args: Any, **kwargs: Any) -> _Work:
         return _Work(getattr(self.group, name)(*args, **kwargs), self, name.strip("_"))
 
     return call
 
 
 for _name in _torch.GROUP_CALLS:
-    setattr(Lent, _name, _passed_on(_name))
+    setattr(BoundedGroup, _name, _passed_on(_name))
 
 
-_LENT: dict[tuple[int, ...], Lent] = {}  # by their ranks: for torch meshes of one shape are one
+# By their ranks, since torch takes meshes of one shape for one.
+_BOUNDED: dict[tuple[int, ...], BoundedGroup] = {}
 
 
-def lend(name: str, comm: Comm, renewed: Comm | None) -> None:
+def bound_group(name: str, comm: Comm, renewed: Comm | None) -> None:
     """Let a model wait under watch in a group of a mesh.
 
     Args:
@@ -103,14 +104,15 @@ def lend(name: str, comm: Comm, renewed: Comm | None) -> None:
     """
     state, group = comm.state, _torch.group_named(name)
     if state.on_device and renewed is None:
-        state.lent.append(group)
+        state.mesh_groups.append(group)
         return
-    lent = _LENT.setdefault(comm.ranks, group if isinstance(group, Lent) else Lent(group))
-    if group is not lent:
-        _torch.put_in_place(name, lent)
-        if lent.group not in _torch.LIVE_GROUPS:  # as groups were closed that a `reset` had made
-            lent.group = group
+    made = group if isinstance(group, BoundedGroup) else BoundedGroup(group)
+    bounded = _BOUNDED.setdefault(comm.ranks, made)
+    if group is not bounded:
+        _torch.put_in_place(name, bounded)
+        if bounded.group not in _torch.LIVE_GROUPS:  # as groups were closed that a `reset` had made
+            bounded.group = group
     if renewed is not None:
-        _torch.never_destruct(lent.group)
-        lent.group = renewed.process_group()
-    lent.users = [(other, x) for other, x in lent.users if not other.closed] + [(state, comm)]
+        _torch.never_destruct(bounded.group)
+        bounded.group = renewed.process_group()
+    bounded.users = [(other, x) for other, x in bounded.users if not other.closed] + [(state, comm)]
