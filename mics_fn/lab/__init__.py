@@ -13,14 +13,17 @@ library works, to measure it, and to test it.
 - `bench/` is `python -m mics_fn bench WHAT`: `step` and `opt` compare times with torch and FSDP2,
   `bytes` traffic with formulas, `checkpoint` with plain reading and writing.
 - `doctor.py` is `python -m mics_fn doctor`: what this machine and its torch are, and whether two
-  ranks reach each other. With `--gpu` it checks, in eight minutes at most, what
-  `doctor_parts.py` has: numbers against float64
-  on the CPU, that the host never waits, real NCCL ranks (several on one GPU where there are too
-  few), equal bits under random delays on streams, memory against the plan, and an error on one
-  rank; `bench step` has times. Each part has processes and a time limit of its own, so one that
-  fails or hangs is a line of the report. That has no names of hosts, users or folders, and `--out`
-  writes it to a file that can be sent. As one of several ranks that `torchrun` or another launcher
-  has started, on one node or on many, it checks instead that these ranks reach each other.
+  ranks reach each other. With `--gpu` it checks, in ten minutes at most, what `doctor_parts.py` and
+  `doctor_gpu.py` have: numbers against float64 on the CPU, that the host never waits and is faster
+  than the device, real NCCL ranks (several on one GPU where there are too few), equal bits under
+  random delays on streams, memory against the plan and of communicators, an error on one rank, and
+  a rank that is killed and started again; `bench step` has times. With `--gpus` ranks have a GPU
+  each, and measure links and devices; `--profile` writes that to a file for plans and simulations.
+  Each part has processes and a time limit of its own, so one that fails or
+  hangs is a line of the report. That has no names of hosts, users or folders, and `--out` writes it
+  to a file that can be sent. As one of several ranks that `torchrun` or another launcher has
+  started, on one node or on many, it checks instead that these ranks reach each other, and with
+  `--gpus` or `--profile` measures their links.
 - `verify.py` is `python -m mics_fn verify`: are the files of a checkpoint as they were saved?
 - `report.py` has the formulas for what a step sends, prints tables, and has types of
   flags.
@@ -44,6 +47,6 @@ function that measures as one rank and returns figures as plain data, and a func
 them as text; then add a line to `BENCHES` in `bench/command.py`, with a function that makes the
 config from the flags. To add a peer of `bench step`, write a function from
 `Stage` to `BenchPeer` and add it to `PEERS` in `bench/step.py`. To add a part of the doctor, write
-a function of a `Job` that calls `Rank.say` with what it finds, and add it to `PARTS` in
-`doctor_parts.py`.
+a function of a `DoctorConfig` that calls `Rank.say` with what it finds, and add it to `PARTS` in
+`doctor_gpu.py`.
 """

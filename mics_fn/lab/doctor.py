@@ -1,10 +1,13 @@
 """`python -m mics_fn doctor`: is this machine fit, and are the numbers right on its GPUs?
 
 Each part of the report runs in processes of its own with a time limit, and is printed as soon as it
-is done. As one of several ranks that a launcher has started, it is the smallest job there is, for
-the first minute on new nodes: one process per node is enough, and one per GPU is the real thing. It
-moves known values over all ranks, along the nodes and across them, and says which are wrong and how
-long it took.
+is done. `--gpu` asks what one GPU can answer, with two or four ranks that share it where there are
+too few; `--gpus` what needs several: its ranks have a GPU each, and measure their links.
+
+As one of several ranks that a launcher has started, it is the smallest job there is, for the first
+minute on new nodes: one process per node is enough, and one per GPU is the real thing. It moves
+known values over all ranks, along the nodes and across them, and says which are wrong and how long
+it took; with `--gpus` or `--profile FILE` it measures the links between them, too.
 """
 
 import argparse
@@ -32,8 +35,8 @@ from mics_fn import _torch
 from mics_fn._version import __version__
 from mics_fn.errors import PlanError, human_bytes, rank_lines
 from mics_fn.groups import nccl_problems, read_launch
+from mics_fn.lab.doctor_gpu import PARTS, links, measure
 from mics_fn.lab.doctor_parts import (
-    PARTS,
     TIMEOUT_S,
     Check,
     DoctorConfig,
@@ -86,10 +89,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     add = parser.add_argument
     add("--gpu", action="store_true", help="check numbers, memory and errors on the GPUs")
+    text = "check ranks on GPUs of their own, and measure links; under a launcher as its ranks"
+    add("--gpus", action="store_true", help=text)
+    text = "a file for measured links and devices as JSON; with --gpus, or under a launcher"
+    add("--profile", type=new_file, metavar="FILE", help=text)
     add("--parts", nargs="+", choices=[*PARTS], default=(), help="some of these checks")
     add("--device", default="auto", help="of those parts; cpu runs them with gloo (default auto)")
     add("--out", type=new_file, metavar="FILE", help="a file for the report as JSON")
-    add_count(parser, "limit", 480, "seconds that all parts may take together")
+    add_count(parser, "limit", 590, "seconds that all parts may take together")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -98,7 +105,8 @@ def main(args: argparse.Namespace) -> int:
     As one of several ranks that a launcher has started, check the job that they are.
 
     Raises:
-        PlanError: with `--gpu`, there is no accelerator; or arguments do not fit together.
+        PlanError: with `--gpu`, there is no accelerator, with `--gpus` only one; or arguments do
+            not fit together.
     """
     launched = read_launch(os.environ)
     if launched is not None and launched.world_size > 1:
@@ -106,13 +114,17 @@ def main(args: argparse.Namespace) -> int:
             text = "doctor: a launcher started this process as one of several ranks"
             fix = "leave out --gpu, --parts and --out to check the job; or start it by itself"
             raise PlanError(text, fix=fix)
-        return check_job(args.device)
-    args.gpu = args.gpu or bool(args.parts)
+        return check_job(args)
+    if (args.gpus and (args.gpu or args.parts)) or (args.profile and not args.gpus):
+        text = "doctor: --gpu and --parts share one GPU, --gpus and --profile need several"
+        raise PlanError(text, fix="pass --gpu, or --gpus with or without --profile FILE")
+    args.gpu = args.gpu or args.gpus or bool(args.parts)
     began, gloo = time.monotonic(), config_for("cpu")
     findings = [run_part("environment", ReportPart(environment, 1, 60), gloo, args.limit)]
     facts = findings[0].facts
     device = _device_of(args, facts) if facts else "not known"
     devices = 0 if device == "cpu" else facts.get("devices", 0)
+    parts = _parts_of(args, devices) if facts else {}
 
     def show() -> None:
         print(as_text(findings[-1]) + "\n", flush=True)
@@ -121,11 +133,9 @@ def main(args: argparse.Namespace) -> int:
             args.out.write_text(json.dumps(report, indent=1))
 
     show()
-    parts = {"loopback": ReportPart(loopback, 2, 60)}
-    if args.gpu and facts:
-        parts |= {name: PARTS[name] for name in args.parts or PARTS}
+    parts = {"loopback": ReportPart(loopback, 2, 60)} | parts
     for name, part in parts.items():
-        job = gloo if name == "loopback" else config_for(device)
+        job = gloo if name == "loopback" else config_for(device, args.profile)
         shared = job is not gloo and 0 < devices < part.ranks
         remaining_s = began + args.limit - time.monotonic()
         findings.append(run_part(name, part, job, remaining_s, shared))
@@ -134,6 +144,17 @@ def main(args: argparse.Namespace) -> int:
     verdict = f"look at: {wrong}" if wrong else "nothing is wrong"
     print(f"{time.monotonic() - began:.0f} s in all; {verdict}")
     return 1 if wrong else 0
+
+
+def _parts_of(args: argparse.Namespace, devices: int) -> dict[str, ReportPart]:
+    """Return the parts that were asked for; with `--gpus`, those that fit one rank per device."""
+    if not args.gpus:
+        return {name: PARTS[name] for name in args.parts or PARTS} if args.gpu else {}
+    if devices == 1:
+        raise PlanError("--gpus: there is one device here", fix="pass --gpu; or start it on more")
+    ranks = devices or 4
+    fit = {name: part for name, part in PARTS.items() if 1 < part.ranks <= ranks}
+    return {"links": ReportPart(links, ranks, 150), **fit}
 
 
 def _device_of(args: argparse.Namespace, facts: Mapping) -> str:
@@ -147,12 +168,13 @@ def _device_of(args: argparse.Namespace, facts: Mapping) -> str:
     return found
 
 
-def config_for(device: str) -> DoctorConfig:
+def config_for(device: str, profile: Path | None = None) -> DoctorConfig:
     """Make the config of the ranks; small on the CPU, where each part only has to run."""
     if device == "cpu":
         small = GPTConfig(context=16, dim=32, num_blocks=2)
-        return DoctorConfig(model=small)
-    return DoctorConfig(device=device, model=GPTConfig(context=64, dim=256, num_blocks=6))
+        return DoctorConfig(model=small, profile=profile)
+    model = GPTConfig(context=64, dim=256, num_blocks=6)
+    return DoctorConfig(device=device, model=model, timed=True, profile=profile)
 
 
 def _variables(shared: bool, rank: int) -> Mapping[str, str]:
@@ -293,22 +315,25 @@ def _figure(value: float, unit: str) -> str:
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def check_job(device: str) -> int:
+def check_job(args: argparse.Namespace) -> int:
     """Check the ranks of a job, as each of them; the first one prints.
 
     Returns the exit code: 1 if something is wrong.
 
     Args:
-        device: "auto", or a type of device.
+        args: of the command.
 
     Raises:
         MicsError: the ranks do not find each other in a minute, or one failed.
     """
     began = time.monotonic()
-    chosen = mf.init_distributed(device=device, timeout_s=TIMEOUT_S)
+    chosen = mf.init_distributed(device=args.device, timeout_s=TIMEOUT_S)
     checks = [Check("until ranks are connected", time.monotonic() - began, unit="s")]
     topology, found = reach_checks(chosen)
     checks += found
+    if args.gpus or args.profile:
+        say = lambda *check, **fields: checks.append(Check(*check, **fields))  # noqa: E731
+        measure(config_for(chosen.type, args.profile), chosen, say)
     world, seconds = dist.get_world_size(), time.monotonic() - began
     verdict = OK if all(check.ok for check in checks) else WRONG
     finding = Finding("job", verdict, world, seconds, checks)

@@ -93,6 +93,7 @@ REPLACED = {
     "device": Device,
     "synchronize": lambda device=None: torch._C._accelerator_synchronizeDevice(index_of(device)),
     "get_device_properties": lambda device=None: Properties("simulated", MEMORY, 9, 0),
+    "mem_get_info": lambda device=None: (MEMORY, MEMORY),
     "default_generators": generators,
     "manual_seed": lambda seed: generators[index_of()].manual_seed(seed) and None,
     "manual_seed_all": manual_seed_all,
