@@ -163,7 +163,7 @@ class Rank:
                     yield
                 finally:
                     forbid("default")
-            seen.append(sum("synchronizing" in str(each.message) for each in said))
+            seen.append(sum("called a synchronizing" in str(each.message) for each in said))
 
         def around(step: int) -> Any:
             return counting() if step >= STEADY else contextlib.nullcontext()
