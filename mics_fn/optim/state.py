@@ -333,6 +333,7 @@ def opt_step(state: TrainState[P], grads: Tree, *, donate: bool = False) -> Trai
       LeafError: `grads` does not match `state.params`, or still owes hop 1.
       DonatedError: `state` was donated before.
       LostStateError: ranks are at different steps; on all of them, and nothing was written.
+      GroupsError: on an accelerator, collectives of the groups of these gradients were aborted.
       DesyncError: ranks have different optimizers; on all of them, and nothing was written.
       FileError: a file with states cannot be read or written. The other ranks raise it as
         `PeerFileError`, in the next call that waits for this one, here or in a later step. As

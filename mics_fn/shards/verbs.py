@@ -565,6 +565,8 @@ def unshard(shards: Tree, hierarchy: Any, *, model: bool = False) -> Tree:
     Communication: as for `gather`; with `model` an all-gather of each leaf that is cut over the
       parts of the model.
 
+    On an accelerator the host waits, so that nothing leaves which an abort of collectives has torn.
+
     Memory: the full tree and one bucket; with `model` the largest leaf once more.
 
     Raises:
