@@ -98,7 +98,7 @@ def scatter_steps(wire: Wire, route: Route, full: Tensor, out: Tensor, spare: Te
 
 def mean_comms(comm: Comm) -> list[Comm]:
     """The communicators of `mean_steps`; the next mean begins while this one is gathered."""
-    return [comm, comm.second or comm]
+    return [comm, comm.second if comm.second is not None and comm.second.connected else comm]
 
 
 def mean_steps(codec: Codec, comm: Comm, tensor: Tensor, memory: Tensor | None = None) -> Steps:

@@ -663,8 +663,10 @@ def _remade(old: GroupState, mine: str) -> Groups:
         if len(old.ranks) > 1:
             store = MONITOR.join(state)
             wait: Any = {"verb": "reset", "timeout_s": old.timeout_s, "deadline": deadline}
-            meeting = startup.meet(store, old.ranks, old.rank, mine, _judged, **wait)
+            own = [mine, *old.completed]
+            meeting = startup.meet(store, old.ranks, old.rank, own, _judged, **wait)
             state.watch.begin(meeting)
+            state.completed = meeting.verdict
         old.end("called reset", waits=False)
         return old.recipe(state, store, deadline)
     except BaseException:
@@ -672,13 +674,14 @@ def _remade(old: GroupState, mine: str) -> Groups:
         raise
 
 
-def _judged(found: Mapping[int, str]) -> None:
-    """Compare which groups the ranks reset.
+def _judged(found: Mapping[int, Sequence[str]]) -> list[str]:
+    """Compare which groups the ranks reset, of which each has some communicators completed.
 
     Raises:
       DesyncError: they reset other groups.
     """
-    keys = {rank: key for rank, key in found.items() if key}
+    keys = {rank: key for rank, (key, *_) in found.items() if key}
     if len(set(keys.values())) > 1:
         what = "reset: ranks reset different groups"
         raise errors.disagreement(what, keys, "reset them in one order on all ranks")
+    return sorted({name for _, *completed in found.values() for name in completed})

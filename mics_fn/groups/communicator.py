@@ -83,8 +83,9 @@ class Turns:
         """A block, such as an evaluation, during which no other thread may begin another one.
 
         Args:
-          step: whether this thread may not begin another step in it, either. Else the gradients of
-            this one would be applied to parameters that the other one has changed.
+          step: whether it is a step, in which this thread may not begin another block, either. The
+            gradients of this one would be applied to parameters that the other one has changed. And
+            hooks of backward run on another thread on an accelerator: so none of them can.
 
         Raises:
           GroupsError: another thread is in a block, or this one in a step.
@@ -93,9 +94,10 @@ class Turns:
             raise _refused()
         before = self._stepping
         try:
-            if step and before:
-                text = "a step begins inside of another one of the same groups"
-                raise GroupsError(text, fix="let the loss compute, and step after it")
+            if before:
+                what = "a step begins inside of another one" if step else "an evaluation in a step"
+                fix = "let the loss and its backward compute, and call it after the step"
+                raise GroupsError(f"{what} of the same groups", fix=fix)
             self._stepping = step or before
             yield
         finally:
@@ -249,6 +251,7 @@ class Traffic:
 
 _KEPT = ("ranks", "rank", "whole", "on_device", "heartbeat_s", "timeout_s")
 _KEPT = (*_KEPT, "backend", "traffic", "recipe", "first")
+SECOND = "replicas, second", "copies, second"  # communicators that `complete` of `make` connects
 
 
 @dataclass(eq=False)
@@ -268,6 +271,7 @@ class GroupState:
     failed: str | None = None  # why they are finished; see [Note: failed groups]
     # By a name that is equal on its ranks, in the order of creation.
     owned: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    completed: list[str] = field(default_factory=list)  # of `SECOND`, what this rank has asked for
     # Of a mesh, to be aborted with them; see [Note: groups of a mesh] in `bounded_group`.
     mesh_groups: list[dist.ProcessGroup] = field(default_factory=list)
     # Calls that drop references to them, of what is queued.
@@ -401,6 +405,11 @@ class GroupState:
         """The owned process groups that torch has not destroyed, oldest first."""
         return [group for group in self.owned.values() if group in _torch.LIVE_GROUPS]
 
+    def listed(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The purpose and the global ranks of each owned process group."""
+        found = [(x.split("/")[-2], dist.get_process_group_ranks(y)) for x, y in self.owned.items()]
+        return tuple((purpose, tuple(ranks)) for purpose, ranks in found)
+
     def let_go(self) -> None:
         """Drop all references to the process groups, which nothing uses any more."""
         self.closed = True
@@ -519,7 +528,8 @@ class Comm:
       calls: what this rank has called on it; `faults.order` compares it between its ranks.
       fixed_order: whether reductions add up in the order of `ranks` on every backend.
       second: a communicator of the same ranks for the second collective of a mean of codes. The
-        first one is on this communicator, so that the next mean can begin there meanwhile.
+        first one is on this communicator, so that the next mean can begin there meanwhile. It is
+        connected once a tree is made whose gradients travel so; until then this one serves both.
 
     Example:
       >>> comm = make_groups(1).communicators["replicas"]
@@ -549,6 +559,16 @@ class Comm:
     def size(self) -> int:
         """Ranks in it."""
         return len(self.ranks)
+
+    @property
+    def purpose(self) -> str:
+        """Its name when its process group was named; several may have one name in the ledger."""
+        return self.group.split("/")[-2] if self.group else self.name
+
+    @property
+    def connected(self) -> bool:
+        """Whether it has a process group."""
+        return self.group in self.state.owned
 
     def check_open(self) -> None:
         """Raise GroupsError if its groups were closed or failed, even if its size is 1.

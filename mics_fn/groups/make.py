@@ -22,7 +22,7 @@ from mics_fn import _torch, checks, spans
 from mics_fn.errors import GroupsError, PeerFailed, PlanError, first_line, name_ranks
 from mics_fn.groups import startup
 from mics_fn.groups.bounded_group import bound_group
-from mics_fn.groups.communicator import Comm, GroupState, check_fork, hooks
+from mics_fn.groups.communicator import SECOND, Comm, GroupState, check_fork, hooks
 from mics_fn.groups.groups import Groups, Hierarchy, Level, Model, Route, no_cut
 from mics_fn.groups.topology import FLAT, Plan, Topology, plan_groups
 from mics_fn.store import Channel, poll
@@ -111,7 +111,8 @@ def make_groups(
     Communication: a few small messages through the store of torch.distributed, and while the groups
       are open two more each quarter of a second, by a thread. On an accelerator a barrier on each
       communicator, which connects its ranks; only the gathers of `Groups.flat` are connected at
-      their first use, by all ranks of a partition group. If the default group is bound to a device
+      their first use, by all ranks of a partition group, and the second one of hop 2 by what makes
+      a tree whose hop 2 sends codes. If the default group is bound to a device
       (`device_id=`), NCCL splits it: then all ranks of the world must make their groups at the same
       time.
 
@@ -348,7 +349,7 @@ def _create(
     partition = replace(partition, name="partition")  # in the ledger
     replicas, second = comm("replicas", rows), comm("replicas, second", rows)
     model, bounds = _model(comm, parts, replicas) if parts else (None, ())
-    made = [comm for comm in made if comm.group]
+    made = [x for x in made if x.group and (x.name not in SECOND or x.name in state.completed)]
     if store is not None:
         _make_all(state, store, made, deadline)
     if state.on_device:
@@ -401,6 +402,26 @@ def _comm(state: GroupState, made: list[Comm], name: str, ranks: tuple[int, ...]
     state.forgets.append(comm.queue.clear)
     made.append(comm)
     return comm
+
+
+def complete(comm: Comm, device: torch.device) -> None:
+    """Connect a communicator that `make_groups` left out, once; all its ranks call it.
+
+    Raises:
+      GroupsError: it cannot be made.
+    """
+    state = comm.state
+    if not comm.group or comm.purpose in state.completed:
+        return
+    state.completed.append(comm.purpose)
+    check = partial(state.watch.check, (), missing=comm.ranks)
+    try:
+        _make_group(state, comm, time.monotonic() + state.timeout_s, check)
+    except BaseException as error:
+        state.abandon(error)
+        raise
+    if state.on_device:
+        _warm_up(state, [comm], device)
 
 
 _FIX = "look at these ranks' own errors, then call make_groups again on all"

@@ -294,7 +294,9 @@ def default_generator(device: torch.device) -> torch.Generator:
     """
     found = _torch.default_generator(device)
     if found is None or device.type not in ("cpu", "cuda"):
-        raise LeafError(f"{device}: random numbers on this device cannot be replayed")
+        text = f"init_model: random numbers that are drawn on {device} cannot be replayed"
+        fix = "draw on the CPU: torch.nn.init.normal_(torch.empty(..., device='cpu')).to(device)"
+        raise LeafError(text, fix=fix)
     return found
 
 

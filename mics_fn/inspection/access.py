@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from mics_fn import _torch, checks, tree
 from mics_fn import shards as sharding
 from mics_fn.collectives import checksum, levels, together
 from mics_fn.errors import LeafError, PlanError, human_bytes
-from mics_fn.groups import Groups, Hierarchy, require_replicas
+from mics_fn.groups import Groups, Hierarchy, fold_ranks, require_replicas
 from mics_fn.offload import Coded, in_file, is_coded, placed_like
 from mics_fn.optim import TrainState, by_leaf, replaced
 from mics_fn.shards import Bucket, Fixed, Sharded, Tied, is_leaf, pack
@@ -221,18 +221,48 @@ class Summary:
     __repr__ = __str__
 
 
-def summary(shards: Tree, groups: Any = None) -> Summary:
+@dataclass(frozen=True, repr=False)
+class GroupsSummary:
+    """Process groups that `Groups` have made on this rank; prints as a table.
+
+    On an accelerator each has buffers of its own, such as 17 MiB of an H200 with NCCL 2.27: `python
+    -m mics_fn doctor --gpu` measures them.
+
+    Args:
+      rows: the purpose and the global ranks of each, in the order in which they were made.
+      backend: of all of them.
+    """
+
+    rows: tuple[tuple[str, tuple[int, ...]], ...]
+    backend: str
+
+    def __str__(self) -> str:
+        rows = [("communicator", "ranks"), *((name, fold_ranks(x)) for name, x in self.rows)]
+        aligned = map(_aligned, zip(*rows, strict=True))
+        lines = ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
+        count = f"{len(self.rows)} process group{'s' * (len(self.rows) != 1)}"
+        return "\n".join([*lines, f"{count} of {self.backend or 'no backend'} on this rank"])
+
+    __repr__ = __str__
+
+
+@overload
+def summary(shards: Groups, groups: None = None) -> GroupsSummary: ...
+@overload
+def summary(shards: Tree, groups: Any = None) -> Summary: ...
+def summary(shards: Any, groups: Any = None) -> Any:
     """List what a sharded value holds: each leaf with its shape, dtype, kind and bytes.
 
     Args:
-      shards: tree of shards, such as parameters or gradients, or a `TrainState`.
+      shards: tree of shards, such as parameters or gradients, or a `TrainState`. Of `Groups` it
+        lists the process groups.
       groups: as for `gather`; the table then names them. With None it says how many pieces a leaf
         has.
 
     Returns:
-      A `Summary`: `print` it, or end a notebook's cell with it, for the first and the last 20 rows;
-      its `rows` has all. Plain numbers are left out, and so are the frozen parameters that an
-      optimizer's tree only repeats.
+      A `Summary`, or of groups a `GroupsSummary`: `print` it, or end a notebook's cell with it, for
+      the first and the last 20 rows; its `rows` has all. Plain numbers are left out, and so are the
+      frozen parameters that an optimizer's tree only repeats.
 
     Raises:
       LeafError: there is neither a shard nor a tensor.
@@ -246,6 +276,8 @@ def summary(shards: Tree, groups: Any = None) -> Summary:
       w      (2, 3)  float32  trained       0  n=1 p=1 levels=none  24 B  24 B
       2 leaves of 8 elements: 32 B here and 16 B of padding, 32 B in full
     """
+    if isinstance(shards, Groups):
+        return GroupsSummary(shards.state.listed(), shards.state.backend)
     found = leaves_of("summary", shards, groups, local=True)
     listed = [_row(found, i) for i, path in enumerate(found.paths) if path is not None]
     shown = [row for row in listed if row is not None]

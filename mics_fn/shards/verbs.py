@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from mics_fn import _torch, checks, collectives, spans, tree
-from mics_fn.collectives import SHORT_NAMES
+from mics_fn.collectives import SHORT_NAMES, Codec
 from mics_fn.errors import LeafError, PlanError, name_ranks
-from mics_fn.groups import Groups, Home, require_replicas
+from mics_fn.groups import Groups, Home, complete, require_replicas
 from mics_fn.offload import DEVICE, Where, place_tensor, placed_like
 from mics_fn.shards import pack
 from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, Formats, LeafSpec, Precision, plan_buckets
@@ -281,6 +281,9 @@ def agree_on(layout: Layout) -> None:
                         text += f" on {layout.places[i].partition(':')[0]}"
                 facts.append((layout.paths[i], text))
         collectives.agree(home, layout.verb, facts)
+        own = (bucket for i, (bucket, _) in layout.slots.items() if layout.homes[i] is home)
+        if home.replicas.second and any(isinstance(bucket.hop2, Codec) for bucket in own):
+            complete(home.replicas.second, home.device)
 
 
 @overload

@@ -68,6 +68,42 @@ def test_failed_groups_say_why_and_what_to_call(ranks):
     assert also
 
 
+def completed(coded: bool) -> list[list[str]]:
+    """The process groups for hop 2 before and after a tree whose hop 2 sends codes, and a reset."""
+    found = list[list[str]]()
+
+    def look(groups: Groups) -> None:
+        rows = mf.summary(groups).rows
+        found.append(
+            [name for name, on in rows if name.startswith("rep") and dist.get_rank() in on]
+        )
+
+    with mf.make_groups(2, timeout_s=20) as groups:
+        precision = "hop2=int8[32]"
+        look(groups)
+        for _ in range(2):
+            shards = mf.shard({"w": torch.zeros(64)}, groups, precision=precision if coded else "")
+        look(groups)
+        other = mf.placement.fixed_order(groups)
+        mf.shard({"w": torch.zeros(64)}, other, precision=precision if coded else "")
+        new = mf.reset(groups)
+        look(new)
+        mine = {"w": torch.full((64,), float(dist.get_rank()))}
+        mean = mf.unshard(mf.reduce_grads(mine, new, like=shards), new)["w"]
+        assert ((mean - 1.5).abs() <= 1.5 / 127).all()
+        assert f"{mf.summary(new)}".endswith(
+            f"{len(mf.summary(new).rows)} process groups of gloo on this rank"
+        )
+    return found
+
+
+@pytest.mark.parametrize("coded", [True, False])
+def test_hop_2_gets_a_second_communicator_if_it_sends_codes_and_keeps_it(ranks, coded: bool):
+    second = ["replicas, second"] * coded
+    found = [["replicas"], ["replicas", *second], ["replicas", *second]]
+    assert [[sorted(x) for x in each] for each in ranks(4).run(completed, coded)] == [found] * 4
+
+
 def reset_placed(scheme: str) -> None:
     made = mf.make_groups(4, topology=Topology((2, 2)), timeout_s=20)
     placed = mf.placement.place(made, scheme)

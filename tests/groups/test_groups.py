@@ -90,9 +90,9 @@ def test_members_are_those_of_the_plan(ranks, sizes: tuple[int, ...], p: int):
         assert seen["same"] == (len(members) < 2)
         assert seen["partition"] == plan.chunk_order(rank)
         assert seen["replicas"] == plan.replication_group(rank)
-        # Gathers and reductions each, the flat pair where it is another, two of hop 2 if it is one.
+        # Gathers and reductions each, the flat pair where it is another, and hop 2 if it is one.
         flat = 2 if len(members) > 1 else 0
-        assert seen["made"] == 2 * len(members) + flat + 2 * (p < n)
+        assert seen["made"] == 2 * len(members) + flat + (p < n)
 
 
 TWO = "LOCAL_WORLD_SIZE"
@@ -167,7 +167,7 @@ def one_makes(how: str) -> Any:
     def last(*args: Any, **kwargs: Any) -> Any:
         assert kwargs["timeout_s"] > timeout_s, "torch, whose limit this is, names nobody"
         group = new_group(*args, **kwargs)
-        if dist.get_rank() == 1 and kwargs["purpose"] == "mics_fn replicas, second":
+        if dist.get_rank() == 1 and kwargs["purpose"] == "mics_fn replicas":
             time.sleep(3 if how == "too late" else 0.3)
             if how == "fails":
                 dist.destroy_process_group(group)
@@ -194,7 +194,7 @@ def test_no_rank_goes_on_before_all_have_their_groups(ranks):
 def test_a_rank_that_does_not_get_its_groups_fails_all(ranks, how: str):
     what = own = "rank 1 did not make all groups within 1 s"
     if how == "fails":
-        own = "rank 1 cannot make 'replicas, second' of ranks 1, 3"
+        own = "rank 1 cannot make 'replicas' of ranks 1, 3"
     found = ranks(4).run(one_makes, how)
     assert found[1][0].startswith(f"make_groups: {own}\n")
     for text, *_ in (found[0], *found[2:]):

@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mics_fn import _torch
+from mics_fn.errors import LeafError
 from mics_fn.init.tape import Recorder
 
 SEED = 11
@@ -185,3 +187,13 @@ def test_draws_are_recorded_before_cuda_is_initialised(monkeypatch: pytest.Monke
         torch.rand(2)
     draws = [op.draw[0] for op in recorder.tape.ops if op.draw]
     assert [*map(id, draws)] == [*map(id, (*module.default_generators, torch.default_generator))]
+
+
+def test_draws_on_devices_whose_state_is_not_known_name_a_way_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_torch, "default_generator", lambda device: torch.Generator())
+    with pytest.raises(LeafError, match="drawn on mps:0 cannot be replayed") as caught, Recorder():
+        torch.empty(4, device="mps:0").normal_()
+    assert "fix: draw on the CPU: " in str(caught.value)
+    monkeypatch.setattr(_torch, "default_generator", lambda device: None)
+    with pytest.raises(LeafError, match="drawn on xla:0 cannot be replayed"), Recorder():
+        torch.rand(4, device="xla:0")

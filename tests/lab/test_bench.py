@@ -192,6 +192,18 @@ def test_muon(forked_bench: Callable) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.thorough
+@pytest.mark.parametrize("live", [(), ("--live-bytes", "0")])
+def test_touch(forked_bench: Callable, live: tuple[str, ...]) -> None:
+    argv = ["--ranks", "2", "--layers", "3", "--rounds", "2", "--steps", "2", *live]
+    figures, printed = forked_bench("touch", *argv)
+    steps, parts = figures["steps"], figures["parts"]
+    assert 0 < steps["plain"]["least"] < steps["uses"]["median"] < steps["Trainer.step"]["most"]
+    assert parts["uses"]["median"] > 0
+    assert "uses" in printed
+    assert "FSDP2, over plain" in printed
+
+
 def test_bytes_equal_the_formulas_at_every_partition_size(forked_bench: Callable) -> None:
     figures, printed = forked_bench("bytes", "--steps", "2", "--accumulate", "3", *TINY)
     levels = {}

@@ -246,6 +246,35 @@ def test_a_step_inside_of_a_step_is_refused():
     assert trainer.step(x).step == 2  # and an error here leaves the next one right
 
 
+@pytest.mark.parametrize("where", ["the loss", "backward"])
+def test_an_evaluation_in_a_step_is_refused(where: str):
+    """On an accelerator hooks of backward run on another thread, which could not evaluate."""
+    groups, x, inside = mf.make_groups(1), torch.ones(4, 2), []
+
+    def evaluate(*args: Any) -> None:
+        if inside:
+            inside.clear()
+            trainer.eval(x)
+
+    def loss(model: Any, batch: Any) -> Any:
+        hidden = model(batch)
+        if where == "the loss":
+            evaluate()
+        elif hidden.requires_grad:
+            hidden.register_hook(evaluate)
+        return hidden.sum()
+
+    trainer = mf.Trainer(nn.Linear(2, 1), mf.optim.sgd(0.1), groups, loss=loss)
+    trainer.step(x)
+    before = trainer.params()
+    inside.append(True)
+    with pytest.raises(GroupsError, match="an evaluation in a step of the same groups"):
+        trainer.step(x)
+    same_bits(trainer.params(), before)
+    trainer.eval(x)
+    assert trainer.step(x).step == 2
+
+
 # A state that is lost in a write, and what takes its place.
 
 

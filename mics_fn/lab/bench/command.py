@@ -11,7 +11,7 @@ from typing import Any
 
 from mics_fn.errors import PlanError
 from mics_fn.groups import Topology, plan_groups
-from mics_fn.lab.bench import alone, mesh, muon, step
+from mics_fn.lab.bench import alone, mesh, muon, step, touch
 from mics_fn.lab.bench.step import DEFAULT_PEERS, LINKS, OVERLAP_PEERS, PEERS, StepConfig
 from mics_fn.lab.bench.turns import BenchTurns, num_ranks, on_ranks
 from mics_fn.lab.models import GPTConfig
@@ -57,6 +57,18 @@ def _add_opt_flags(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "rounds", 5, "turns of each peer")
     add_count(parser, "small-leaves", 2000, "leaves of the second tree")
     parser.add_argument("--muon", action="store_true", help="measure Muon on matrices instead")
+
+
+def _add_touch_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    add_count(parser, "layers", 32, f"layers, of {touch.LEAVES} leaves each")
+    add_count(parser, "ranks", None, "ranks to launch (default 1)")
+    add_count(parser, "partition-size", None, "ranks of a replica (default all)")
+    add_count(
+        parser, "live-bytes", None, "budget for gathered parameters (default all)", smallest=0
+    )
+    add_count(parser, "rounds", 5, "turns of each peer")
+    add_count(parser, "steps", 10, "steps of a turn")
 
 
 def _add_save_flags(parser: argparse.ArgumentParser) -> None:
@@ -193,6 +205,15 @@ def _opt(args: argparse.Namespace, ranks: int) -> Measured:
     return config, on_ranks(alone.measure_opt, ranks, config), alone.render_opt
 
 
+def _touch(args: argparse.Namespace, ranks: int) -> Measured:
+    ranks = num_ranks(args.ranks, 1)
+    if args.partition_size:
+        plan_groups(ranks, args.partition_size)
+    how: Any = {"turns": BenchTurns(args.rounds, args.steps, 3), "device": args.device}
+    config = touch.TouchConfig(args.layers, args.live_bytes, args.partition_size, **how)
+    return config, on_ranks(touch.measure_touch, ranks, config), touch.render_touch
+
+
 def _saves(args: argparse.Namespace, ranks: int) -> Measured:
     config = alone.SaveConfig(args.mib, args.rounds, args.folder)
     return config, on_ranks(alone.measure_saves, ranks, config), alone.render_saves
@@ -202,6 +223,7 @@ def _saves(args: argparse.Namespace, ranks: int) -> Measured:
 BENCHES: dict[str, tuple[str, Callable, Callable[[argparse.Namespace, int], Measured]]] = {
     "step": ("whole steps, against a plain torch loop and FSDP2", _add_step_flags, _step),
     "opt": ("steps of the optimizer, against torch's fused AdamW", _add_opt_flags, _opt),
+    "touch": ("host time of a layer of tiny leaves, by part", _add_touch_flags, _touch),
     "bytes": ("bytes of a step by level: counted, and by formula", _add_bytes_flags, _bytes),
     "checkpoint": ("saving and loading, against plain files", _add_save_flags, _saves),
 }
