@@ -665,7 +665,8 @@ class Queued:
     their kernels end without a result, and what is queued behind them goes on with whatever is in
     their memory. So an event that is over says nothing after an abort: what was not over before it
     is lost. A device can tell by itself: it copies `abort_flag` from the host behind the last
-    collective. If that was 0, no abort had begun, so all before it was done.
+    collective. If that was 0, no abort had begun, so all before it was done. What is handed out
+    without such an event, such as full parameters, is waited for, and is right if none had begun.
 
     Args:
         device: that it is queued on.

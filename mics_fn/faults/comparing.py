@@ -292,7 +292,9 @@ def _healed(state: Any, steps: dict[int, int], home: Groups) -> Any:
             x.copy_(data)
     if not takes:
         return before
-    for i, number in zip(plain, numbers.tolist(), strict=True):
+    received = numbers.tolist()  # one wait for all of it
+    home.partition.check_open()  # else it may be no state of any rank
+    for i, number in zip(plain, received, strict=True):
         leaves[i] = type(leaves[i])(number)
     return as_before(spec.unflatten(leaves), before)
 

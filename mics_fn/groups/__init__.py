@@ -82,6 +82,7 @@ from mics_fn.groups.communicator import (
     GroupState,
     Watch,
     announce_all,
+    any_aborted,
     hooks,
     rejoin_error,
     reports,

@@ -423,6 +423,12 @@ class GroupState:
 OPEN: set[GroupState] = set()  # what owns process groups, until it is closed
 
 
+def any_aborted(home: Any) -> bool:
+    """Whether collectives of groups on an accelerator were aborted; None means any open groups."""
+    states = OPEN if home is None else [home.partition.state]
+    return any(state.aborted for state in list(states))
+
+
 def never_destruct() -> None:
     """Keep torch from destructing open groups of gloo, which would wait for the other ranks."""
     for group in [group for state in OPEN for group in state.live()]:
@@ -580,6 +586,15 @@ class Comm:
             raise GroupsError(f"{what} were closed", fix="call make_groups again")
         fix = "call groups = mics_fn.reset(groups), or trainer.reset(), on all ranks"
         raise GroupsError(f"{what} have failed", [f"rank {state.rank}: {state.failed}"], fix)
+
+    def check_done(self, device: torch.device) -> None:
+        """Let the host wait for what is queued on an accelerator; raise if that may be no result.
+
+        See [Note: aborted collectives] in `_torch`.
+        """
+        if self.size > 1 and _torch.is_async(device):
+            _torch.current_stream(device).synchronize()
+            self.check_open()
 
     def stream(self, device: torch.device) -> torch.Stream:
         """The stream of all its collectives on an accelerator, in the order they are issued in."""

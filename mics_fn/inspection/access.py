@@ -493,6 +493,7 @@ def _gathered(leaf: Any, bucket: Bucket, hierarchy: Hierarchy) -> Tensor:
     if len(sent) < max(lengths):
         sent = torch.cat([sent, sent.new_zeros(max(lengths) - len(sent))])
     found = levels.start_all_gather(hierarchy.route, sent, what=("get", "gather", bucket)).wait()
+    hierarchy.partition.check_done(hierarchy.device)
     return torch.cat([found[i, :length] for i, length in enumerate(lengths)]).view(leaf.shape)
 
 

@@ -360,7 +360,8 @@ class StepTotals:
         """
         found = self._found.tolist() if self._copy is None else self._copy.numbers
         n = self.home.world_size
-        if self._copy is not None and self._copy.queued.lost:
+        # Behind a flag of 0 they are right, as no abort had begun.
+        if self._copy is not None and self._copy.queued.lost and found[5:] != [0.0]:
             self.home.partition.check_open()  # which raises
         return math.isfinite(found[0]), round(found[2] * n), round(found[3] * n)
 

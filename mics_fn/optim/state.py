@@ -14,8 +14,8 @@ from torch.autograd.graph import increment_version
 from mics_fn import _torch, shards, spans, tree
 from mics_fn.checks import check_matched
 from mics_fn.collectives import refuse_derivative
-from mics_fn.errors import FileError, LeafError, MicsError, PlanError
-from mics_fn.groups import Groups, hooks, reports
+from mics_fn.errors import FileError, GroupsError, LeafError, MicsError, PlanError
+from mics_fn.groups import Groups, any_aborted, hooks, reports
 from mics_fn.offload import DEVICE, Where, is_coded, is_placed, place_tensor
 from mics_fn.optim import columns, flat
 from mics_fn.optim.optimizers import FOUND_INF, Optimizer, Transform, as_transform
@@ -333,6 +333,7 @@ def opt_step(state: TrainState[P], grads: Tree, *, donate: bool = False) -> Trai
       LeafError: `grads` does not match `state.params`, or still owes hop 1.
       DonatedError: `state` was donated before.
       LostStateError: ranks are at different steps; on all of them, and nothing was written.
+      GroupsError: on an accelerator, collectives of the groups of these gradients were aborted.
       DesyncError: ranks have different optimizers; on all of them, and nothing was written.
       FileError: a file with states cannot be read or written. The other ranks raise it as
         `PeerFileError`, in the next call that waits for this one, here or in a later step. As
@@ -351,6 +352,9 @@ def opt_step(state: TrainState[P], grads: Tree, *, donate: bool = False) -> Trai
     """
     ahead = flat.unpacked(grads)
     home = shards.reduction_groups(ahead.leaves) if ahead.stream is None else ahead.stream.home
+    if any_aborted(home):  # before they were there; later ones lose what is written
+        text = "opt_step: collectives of these gradients may have been aborted; nothing was written"
+        raise GroupsError(text, fix="compute them again, on the groups that reset gives")
     if isinstance(home, Groups) and "opt_step" not in home.agreed:
         hooks.compare("opt_step", state, [home])
     if spans.observers:
@@ -396,8 +400,9 @@ def _stepped(state: TrainState, ahead: flat.Unpacked, home: Any, donate: bool) -
             increment_version(after.pieces)
             if variables:
                 params = tree.map_leaves(Tensor.requires_grad_, params)
-    if FOUND_INF.get() is None and home is not None:  # a masked step is not written then
-        shards.lose_if_aborted(params, f"opt_step at step {state.step}", home.device, home)
+    if FOUND_INF.get() is None and after.pieces:  # a masked step is not written then
+        device = after.pieces[0].device if home is None else home.device
+        shards.lose_if_aborted(params, f"opt_step at step {state.step}", device, home)
     return TrainState(state.step + 1, params, opt, state.buffers, state.transform)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mics_fn import _torch, tree
 from mics_fn.errors import DonatedError, LeafError, LostStateError, message
+from mics_fn.groups import any_aborted
 from mics_fn.offload import Placed, is_coded
 from mics_fn.shards.bucket import Bucket
 from mics_fn.tree import Tree
@@ -281,7 +282,7 @@ def lose_if_aborted(shards: Tree, to: str, device: torch.device, home: Any) -> N
       shards: parameters, as a step has left them.
       to: what has written them.
       device: that has done so; nothing happens on the CPU.
-      home: the groups whose collectives they depend on.
+      home: the groups whose collectives they depend on; None if that is not known.
     """
     if not _torch.is_async(device):
         return
@@ -292,7 +293,7 @@ def lose_if_aborted(shards: Tree, to: str, device: torch.device, home: Any) -> N
         _mark_donated([ref() for ref in refs], (spec, "params", to, Writing()), ())
 
     _torch.Queued(device, lose)
-    if home.partition.state.failed is not None:
+    if any_aborted(home):
         lose()
 
 

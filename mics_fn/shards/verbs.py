@@ -568,6 +568,8 @@ def unshard(shards: Tree, hierarchy: Any, *, model: bool = False) -> Tree:
     Communication: as for `gather`; with `model` an all-gather of each leaf that is cut over the
       parts of the model.
 
+    On an accelerator the host waits, so that nothing leaves which an abort of collectives has torn.
+
     Memory: the full tree and one bucket; with `model` the largest leaf once more.
 
     Raises:
@@ -592,6 +594,8 @@ def unshard(shards: Tree, hierarchy: Any, *, model: bool = False) -> Tree:
                 out[i] = join_parts(use.home, opened.leaves[i], full[i])
             else:
                 out[i] = full[i].clone(memory_format=torch.contiguous_format)
+    for use in opened.uses[-1:]:
+        use.home.partition.check_done(use.home.device)  # for nobody judges what leaves
     return opened.build(out)
 
 

@@ -146,12 +146,13 @@ def reported_by_all(trainer: Any) -> dict[int, Said]:
 
     Communication: two small all-gathers over each of the two groups.
     """
+    state = trainer.state  # first: whether its last step was taken decides the others
     member, sync, lost = trainer.member, trainer.sync_state, ""
-    if shards.any_lost((trainer.state, sync)):
+    if shards.any_lost((state, sync)):
         lost = "was cut short while it wrote a step"
     if member.lost:
         lost = "came back without a state"
-    mine = [sync.step, trainer.state.step, guard_numbers(trainer.guard), lost]
+    mine = [sync.step, state.step, guard_numbers(trainer.guard), lost]
     mine += [member.ready is not None, member.merges, trainer.passes.report(sync.step)]
     said = collect_bytes(trainer.options.home, json.dumps(mine).encode())
     return {rank: Said(*json.loads(text)) for rank, text in said.items()}
@@ -254,6 +255,8 @@ def renew(trainer: Any, *, heal: bool) -> None:
         options = trainer.options
         new = faults.replaced([options.home, *tree.flatten(options.groups)[0]])
         groups, home = tree.map_leaves(new.get, options.groups), new[options.home]
+        for old in new:
+            old.state.aborted = False  # the gradients of a step that is ready were there before
         trainer.options = replace(options, groups=groups, home=home)
         member.compared, member.begun = False, None
         try:

@@ -159,3 +159,23 @@ SCENARIOS: dict[str, Scenario] = {
     "torch.func, deferred": _of(program="transformed_deferred"),
     "never waited for": _of(4, 4, program="left_in_flight"),
 }
+
+
+# Options of a `Trainer` whose device stalls; see `stalled`.
+
+_IGNORES = optim.Guard(on_nonfinite="ignore")
+_SKIPS = optim.Guard(max_norm=1.0, spike=optim.norm_spike(1e3), on_nonfinite="skip")
+_MUON = optim.by_path({"*up.weight": optim.muon(0.02)}, default=optim.adamw(1e-2))
+TRAINERS: dict[str, dict[str, Any]] = {
+    "masked": {},
+    "ignored": {"guard": _IGNORES},
+    "clipped": {"guard": optim.Guard(max_norm=0.5)},
+    "decided": {"guard": _SKIPS},
+    "overlapped": {"guard": _IGNORES, "overlap_step": True},
+    "accumulated": {"accumulate": 2, "live_bytes": 0},
+    "muon": {"optimizer": _MUON},
+    "states on the host": {"where": "states=host"},
+    "ignored, on the host": {"where": "states=host, params=host", "guard": _IGNORES},
+    "recoverable": {"faults": mf.FaultPolicy(recoverable=True)},
+}
+MASKED = {"masked", "clipped", "accumulated"}  # of which no abort loses a state

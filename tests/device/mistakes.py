@@ -142,6 +142,114 @@ MISTAKES: dict[str, Mistake] = {
 }
 
 
+class Torn(NamedTuple):
+    """A change of the source, and the call of `stalled` or `programs` that finds what it breaks."""
+
+    program: str
+    ranks: int
+    args: tuple
+    changes: tuple[Change, ...]
+
+
+def _torn(name: str, *changes: Change, late: tuple[int, ...] = ()) -> Torn:
+    ranks = 4 if late else 2
+    return Torn("torn", ranks, (name, late, 1 if late else 2, 15), changes)
+
+
+_ABORT = "self._lose_queued(patience_s)\n        mesh_groups, self.mesh_groups"
+_ENDED = "ended([abort_group(x) for x in self.live()], 5.0)\n        "
+_EARLY = "self.flag = _torch.abort_flag(device).clone() if"
+_FIRST = """state = trainer.state  # first: whether its last step was taken decides the others
+    member, sync, lost = trainer.member, trainer.sync_state, ""
+"""
+_LAST = """member, sync, lost = trainer.member, trainer.sync_state, ""
+    state = trainer.state
+"""
+TORN: dict[str, Torn] = {
+    "what is queued is not judged": _torn(
+        "ignored", Change("_torch.py", "_QUEUED.popleft().judge()", "_QUEUED.popleft()")
+    ),
+    "what is lost is not marked": _torn("by hand", Change("_torch.py", "self._lose()", "pass")),
+    "totals of an aborted step are read": _torn(
+        "ignored", Change("_torch.py", "self.lost = True", "pass")
+    ),
+    "it is judged after the abort": _torn(
+        "by hand", Change("groups/communicator.py", _ABORT, _ENDED + _ABORT)
+    ),
+    "the flag is read before the collectives": _torn(
+        "masked",
+        Change("train/trainer.py", "self.flag = _torch.abort_flag(device) if", _EARLY),
+    ),
+    "a step on what was aborted before is not lost": _torn(
+        "ignored, on the host", Change("shards/leaf.py", "if any_aborted(home):", "if False:")
+    ),
+    "gradients of before an abort are stepped": Torn(
+        "stale", 2, (), (Change("optim/state.py", "if any_aborted(home):", "if False:"),)
+    ),
+    "gradients that know no groups are stepped": _torn(
+        "by hand, kept",
+        Change("optim/state.py", "is None and after.pieces:", "is None and home is not None:"),
+    ),
+    "a lost state is handed on": _torn(
+        "ignored",
+        Change("train/resuming.py", "if shards.any_lost((state, sync)):", "if False:"),
+        Change("faults/comparing.py", "lost = shards.any_lost(", "lost = bool and print("),
+        late=(0, 1),
+    ),
+    "a step that is ready is not written": _torn(
+        "recoverable",
+        Change("train/resuming.py", "old.state.aborted = False", "pass"),
+        late=(1,),
+    ),
+    "a rank reports the calls of a step that it has not taken": _torn(
+        "masked", Change("train/resuming.py", _FIRST, _LAST)
+    ),
+    "what is lost is saved": Torn(
+        "saves",
+        2,
+        ("by hand", "amid", 15),
+        (
+            Change(
+                "shards/leaf.py",
+                'if name == "data" and is_lost(self):\n',
+                'if name == "data" and is_lost(self):\n'
+                "            return self._donated[0][-1].memory[id(self)]\n",
+            ),
+        ),
+    ),
+    "what was received in a heal is not checked": Torn(
+        "healed",
+        4,
+        (8,),
+        (Change("faults/comparing.py", "home.partition.check_open()  # else it may be", "#"),),
+    ),
+    "parameters that leave are not checked": Torn(
+        "exported", 2, (), (Change("shards/verbs.py", "use.home.partition.check_done", "repr"),)
+    ),
+    "a leaf that leaves is not checked": Torn(
+        "exported",
+        2,
+        (),
+        (Change("inspection/access.py", "hierarchy.partition.check_done", "repr"),),
+    ),
+    "a step that is whole is not kept": Torn(
+        "judged_late", 2, (), (Change("optim/guard.py", " and found[5:] != [0.0]", ""),)
+    ),
+    "backward reads a context variable": Torn(
+        "reads_of_backward",
+        2,
+        (("budget 0",),),
+        (
+            Change(
+                "deferred/reduction.py",
+                _SCATTER,
+                f"__import__('mics_fn.shards.leaf').shards.leaf.note_write()\n        {_SCATTER}",
+            ),
+        ),
+    ),
+}
+
+
 def copied(folder: Path, *changes: Change) -> Path:
     """A copy of the package with these changes, in `folder`, which is returned."""
     copy = folder / "mics_fn"

@@ -1,11 +1,17 @@
 """What ranks do in the scenarios: the same on the simulated device and on the CPU."""
 
+import ast
 import contextlib
+import importlib
 import os
+import re
 import shutil
+import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -266,3 +272,51 @@ def doctor(name: str, folder: str) -> list[str]:
     small = GPTConfig(context=16, dim=32, num_blocks=2)
     PARTS[name].run(DoctorConfig(device="cuda", model=small, folder=folder))
     return races + torch_cuda.races()
+
+
+class Noted:
+    """A context variable that notes reads on threads other than the one that made it."""
+
+    def __init__(self, name: str, variable: Any, reads: set[str]) -> None:
+        self.name, self.variable, self.reads = name, variable, reads
+        self.set, self.reset = variable.set, variable.reset
+        self.own = threading.get_ident()
+
+    def get(self, *default: Any) -> Any:
+        where = "" if threading.get_ident() == self.own else " on another thread"
+        self.reads.add(self.name + where)
+        return self.variable.get(*default)
+
+
+def context_of() -> dict[str, str]:
+    """The context variables of the source, by name, with their modules; all are at its top."""
+    found, root = {}, Path(mf.__file__).parent
+    for path in root.rglob("*.py"):
+        text, module = path.read_text(), path.relative_to(root).with_suffix("").parts
+        calls = [each for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Call)]
+        made = [ast.unparse(each.func).split(".")[-1] for each in calls]
+        names = re.findall(r"^(\w+)\b.* = (?:\w+\.)?ContextVar\(", text, re.MULTILINE)
+        assert made.count("ContextVar") == len(names), f"a context variable in {path}"
+        assert not {"local", "copy_context"} & {*made}, f"a variable of threads in {path}"
+        found |= dict.fromkeys(names, ".".join(["mics_fn", *module]))
+    return found
+
+
+def reads_of_backward(names: list[str]) -> tuple[list[str], list[str], int]:
+    """The context variables, those that were read, and how much other threads have issued."""
+    reads, threads, own = set[str](), [], nccl.SimNCCL._issue
+    for name, module in context_of().items():
+        variable = getattr(importlib.import_module(module), name)
+        noted = Noted(name, variable, reads)
+        for each in [m for key, m in sys.modules.items() if key.startswith("mics_fn")]:
+            for key in [key for key, value in vars(each).items() if value is variable]:
+                setattr(each, key, noted)
+
+    def issue(*args: Any) -> Any:
+        threads.append(threading.get_ident() != threading.main_thread().ident)
+        return own(*args)
+
+    setattr(nccl.SimNCCL, "_issue", issue)  # noqa: B010
+    for name in names:
+        _run(SCENARIOS[name], Watch(torch.device("cuda", dist.get_rank())))
+    return sorted(context_of()), sorted(reads), sum(threads)

@@ -78,6 +78,24 @@ def test_where_no_replica_has_it_all_ranks_say_so(device: Server):
         assert ": was cut short while it wrote a step" in found["reset"]
 
 
+# Python's context variables have defaults on the thread in which a device runs backward.
+
+BACKWARD = {
+    2: ("budget 0", "keep all", "recomputation", "torch.func", "torch.func, deferred", "bf16")
+    + ("clipping", "states on the host", "two compute streams, budget"),
+    4: ("codes, two replicas", "overlapped", "watched"),
+}
+
+
+@pytest.mark.parametrize("ranks", BACKWARD)
+def test_backward_reads_no_context_variable(device: Server, ranks: int):
+    for known, read, issued in device.run("reads_of_backward", ranks, BACKWARD[ranks]):
+        assert known == ["FOUND_INF", "TAKING", "_WRITING"]
+        assert {*read} <= {*known}, "no thread but that of the caller reads them"
+        assert ranks > 2 or read == known, "each is read"
+        assert issued > 100, "backward issues collectives on a thread of its own"
+
+
 # What delays what, in the modelled time of the simulated device: no clock is read.
 
 LINK_US = {"rank": 0.1}  # per byte, inside a node

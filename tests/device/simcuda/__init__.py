@@ -8,8 +8,14 @@ host wait, and models the time at which each stream is through. Autograd runs it
 the stand-in for NCCL follows the rules of streams of the real one, so the code under test is that
 which runs on a GPU.
 
-Not modelled: failures of a collective after it was issued, real memory and real speed. Ops have the
-CPU's kernels, with their rounding and their faults, such as those of fused SGD in 16 bits.
+A collective that fails after it was issued is modelled as a device that comes no further from an
+instant on that a test chooses: nothing that is issued later is over when asked, collectives leave
+garbage and ops run on it, while the host goes on until it waits. An abort ends that, with all over,
+on garbage. Errors that NCCL itself raises are left out: an abort is all that ends a collective.
+
+Not modelled: real memory and real speed, and what a device reads of host memory in its own time,
+but for the flag of an abort. Ops have the CPU's kernels, with their rounding and their faults, such
+as those of fused SGD in 16 bits.
 
 Files: `checker` (clocks, accesses, modelled time), `device` (guard, allocator, events, generators),
 `operators` (every op, on the CPU), all three in C++ and built by `build.py`; `torch_cuda` (the

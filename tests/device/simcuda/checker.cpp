@@ -152,6 +152,7 @@ void Checker::block(const Event& event, int stream) {
 // Whether a query says "over": the device may be far behind the host, or have caught up.
 bool Checker::known(const Clock& clock) {
   ++counts_[2]["query"];
+  if (!reached(clock)) return false;
   bool over = true;
   for (size_t i = 0; i < clock.size(); ++i) over &= clock[i] <= host_[i];
   if (over) return true;
@@ -177,21 +178,56 @@ void Checker::host_knows(const Clock& clock, const std::string& why) {
   join(host_, clock);
 }
 
+void Checker::stall(int (*wait)()) {
+  Lock lock(lock_);
+  stalled_ = wait;
+  reached_.assign(kMaxStreams, 0);
+  for (size_t i = 0; i < streams_.size(); ++i) reached_[i] = streams_[i][i];
+}
+
+bool Checker::reached(const Clock& clock) {
+  bool all = true;
+  if (stalled_ != nullptr)
+    for (size_t i = 0; i < clock.size(); ++i) all &= clock[i] <= reached_[i];
+  return all;
+}
+
+// Without the lock, as others abort what this waits for.
+void Checker::await(const Clock& clock) {
+  int (*wait)() = nullptr;
+  {
+    Lock lock(lock_);
+    if (!reached(clock)) wait = stalled_;
+  }
+  if (wait != nullptr) wait();
+}
+
 void Checker::host_waits(const Event& event, const char* why) {
+  if (event.recorded) await(event.clock);
   Lock lock(lock_);
   if (event.recorded) host_knows(event.clock, why);
 }
 
 void Checker::host_waits(int stream, const char* why) {
+  Clock clock;
+  {
+    Lock lock(lock_);
+    clock = streams_[stream];
+  }
+  await(clock);
   Lock lock(lock_);
-  host_knows(streams_[stream], why);
+  host_knows(clock, why);
 }
 
 void Checker::host_waits_for_device(int device) {
-  Lock lock(lock_);
   Clock all(kMaxStreams, 0);
-  for (size_t i = 0; i < streams_.size(); ++i)
-    if (device_of_[i] == device) join(all, streams_[i]);
+  {
+    Lock lock(lock_);
+    for (size_t i = 0; i < streams_.size(); ++i)
+      if (device_of_[i] == device) join(all, streams_[i]);
+  }
+  await(all);
+  Lock lock(lock_);
   host_knows(all, "device.synchronize");
 }
 
@@ -237,6 +273,7 @@ extern "C" {
 using sim::Checker;
 
 void sim_reset() { Checker::get().reset(); }
+void sim_stall(int (*wait)()) { Checker::get().stall(wait); }
 void sim_trace(int (*site)()) { Checker::get().trace(site); }
 void sim_answer_queries(int mode, int seed) { Checker::get().answer_queries(mode, seed); }
 double sim_time(int64_t stream, int which) { return Checker::get().time_us(stream, which); }

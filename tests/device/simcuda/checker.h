@@ -60,6 +60,10 @@ class Checker {
   void host_waits(int stream, const char* why);
   void host_waits_for_device(int device);
 
+  // From now on a device comes no further: what is booked later is not over. A host that waits for
+  // it calls `wait` first, which returns once the device goes on. Null: it goes on.
+  void stall(int (*wait)());
+
   // What was found, and the settings of a run.
   void reset();
   std::string text(int which);
@@ -84,6 +88,8 @@ class Checker {
 
   Checker();
   bool known(const Clock& clock);
+  bool reached(const Clock& clock);
+  void await(const Clock& clock);
   void host_knows(const Clock& clock, const std::string& why);
   void check_reuse(Block& block, const Op& op);
   void check_conflicts(const Block& block, const Access& now);
@@ -103,6 +109,8 @@ class Checker {
   int query_mode_ = 0;
   std::mt19937 coin_{0};
   int (*site_)() = nullptr;
+  int (*stalled_)() = nullptr;
+  Clock reached_;  // how far each stream came before
   // Modelled time in microseconds: when each stream is through, and how long it was busy.
   std::vector<double> done_, busy_;
   double host_time_ = 0, per_op_ = 0, per_byte_ = 0, per_flop_ = 0;

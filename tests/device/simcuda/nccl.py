@@ -4,6 +4,11 @@ With `async_op=True` each group has a stream of its own, which first waits for t
 tensors are held until `wait`, which makes the current stream wait. With `async_op=False` the
 collective is queued on the current stream. The host waits for the other ranks when it issues a
 collective, as gloo moves the bytes at once: so any difference in the order of issue hangs.
+
+`stall` lets a device come no further, as that of a rank that waits for a lost one. The host runs
+ahead: collectives leave garbage, which is what they leave once they are aborted, and ops run on it.
+Nothing of that is over until an abort. Garbage is finite and of the size of what this rank has, so
+that no guard sees it; of integers it is what this rank has, as if all ranks had the same.
 """
 
 import ctypes
@@ -23,6 +28,62 @@ _C: Any = torch._C
 
 issued: list[Issued] = []
 us_per_byte: dict[str, float] = {}  # by the last word of a group's description; others are free
+
+
+class Stall:
+    """Of the device of this process: how many collectives it still takes part in; None is all."""
+
+    results: int | None = None  # of whose results it sees
+    sends: int = 0  # that others can see the results of; those behind are garbage on all ranks
+    begin: list[Callable[[], None]] = []  # noqa: RUF012  at that instant
+
+    @classmethod
+    def next(cls) -> tuple[bool, bool]:
+        """Whether the next collective is sent, and whether this rank gets its result."""
+        if cls.results is None:
+            return True, True
+        if cls.results == 0 and not torch_cuda.stalled():
+            cls.begin[0]()
+        cls.results, cls.sends = cls.results - 1, cls.sends - 1
+        return cls.sends >= 0, cls.results >= 0
+
+
+def stall(
+    results: int = 0,
+    *,
+    sends: int | None = None,
+    flag: Tensor | None = None,
+    at_wait: Callable[[], None] = lambda: None,
+) -> None:
+    """Let the device come no further than so many collectives, until these are aborted.
+
+    Args:
+      results: after how many more, whose results it gets.
+      sends: how many of them other ranks get results of; one more where they are ahead.
+      flag: a number in host memory that an abort sets to 1: what the device reads from then on.
+      at_wait: called where the host begins to wait for the device, as another thread would act.
+    """
+
+    def begin() -> None:
+        torch_cuda.stall(at_wait)
+        if flag is not None:
+            flag.fill_(1)
+
+    Stall.results, Stall.sends, Stall.begin[:] = results, max(results, sends or 0), [begin]
+    if results == 0:
+        begin()
+
+
+def _garbage(op: str, source: Tensor, to: Tensor) -> None:
+    """Write what an aborted collective may leave, unlike on each rank and in each call."""
+    if not to.numel():
+        return
+    own = source.flatten().clone()
+    own = own.repeat(-(-to.numel() // own.numel()))[: to.numel()].view(to.shape)
+    if own.is_floating_point():
+        random = torch.Generator().manual_seed(1000 * dist.get_rank() + len(issued))
+        own = own * (0.5 + torch.rand(own.shape, generator=random)).to(own.dtype)
+    to.copy_(own ^ 1 if op == "broadcast" else own)  # which writes over what may be right
 
 
 class Work(_C._distributed_c10d.Work):
@@ -49,7 +110,7 @@ class SimNCCL(dist.ProcessGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
         super().__init__(rank, size)
         self._rank, self._size, self._stream = rank, size, None
-        self._name = self._description = "?"
+        self._name, self._description, self._aborted = "?", "?", False
         store = dist.PrefixStore("simnccl", store)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
 
@@ -76,7 +137,10 @@ class SimNCCL(dist.ProcessGroup):
         self._gloo.barrier().wait()
 
     def abort(self) -> None:
-        """Its own part only."""
+        """Its own part only. Whatever the device waits for is over, without a result."""
+        if not self._aborted:
+            self._aborted, Stall.results = True, None
+            torch_cuda.go_on()
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         def move(source: Tensor, to: Tensor) -> None:
@@ -160,9 +224,14 @@ class SimNCCL(dist.ProcessGroup):
                 self._stream = self._stream or torch_cuda.Stream(to.device)
                 self._stream.wait_stream(stream)
                 stream = self._stream
+            sent, done = Stall.next()
             self._book(op, stream, source, to)
-            move(_on_cpu(source), _on_cpu(to))
-            return Work(stream, (source, to)) if own else None
+            held, source, to = (source, to), _on_cpu(source), _on_cpu(to)
+            if sent:
+                move(source, to)
+            if not done and getattr(opts, "rootRank", None) != self._rank:
+                _garbage(op, source, to)
+            return Work(stream, held) if own else None
 
     def _book(self, op: str, stream: torch.Stream, source: Tensor, to: Tensor) -> None:
         ranges = [source.data_ptr(), source.nbytes, to.data_ptr(), to.nbytes]

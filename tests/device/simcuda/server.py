@@ -91,7 +91,7 @@ def _answer(conn: Connection, request: Request) -> None:
         ranks: Any = importlib.import_module("rank_pool")
         lending: Any = importlib.import_module("mics_fn.deferred.reduction")
         lending.LEAST_RING = 0  # the ring of a small model is short, too
-        modules = [importlib.import_module(name) for name in ("programs", "apart")]
+        modules = [importlib.import_module(name) for name in ("programs", "apart", "stalled")]
         (function,) = (getattr(m, request.name) for m in modules if hasattr(m, request.name))
         call = (modules[0].on_device, request.n, function, *request.args)
         reply = True, ranks.run_ranks(*call, timeout_s=request.timeout_s, grace_s=3.0)

@@ -8,6 +8,7 @@ import ctypes
 import os
 import re
 import sys
+import threading
 from collections import namedtuple
 
 from simcuda.build import library
@@ -176,3 +177,40 @@ def answer_queries(how: str, seed: int = 0) -> None:
 def costs(per_op_us: float = 0.0, per_byte_us: float = 0.0, per_flop_us: float = 0.0) -> None:
     """What ops take in modelled time."""
     lib.sim_costs(per_op_us, per_byte_us, per_flop_us)
+
+
+# A device that comes no further, until its collectives are aborted.
+
+PATIENCE_S = 30.0  # of a host that waits for it
+_aborted = threading.Event()
+_aborted.set()
+_at_wait: list = []
+
+
+def _wait() -> int:
+    for call in _at_wait:
+        call()
+    if not _aborted.wait(PATIENCE_S):
+        misuse.append("the host waits for a device that comes no further, and nobody aborts")
+        go_on()
+    return 0
+
+
+_waits = ctypes.CFUNCTYPE(ctypes.c_int)(_wait)
+
+
+def stall(at_wait=lambda: None) -> None:
+    """Let the device come no further; a host that waits for it calls `at_wait` first."""
+    _aborted.clear()
+    _at_wait[:] = [at_wait]
+    lib.sim_stall(_waits)
+
+
+def stalled() -> bool:
+    return not _aborted.is_set()
+
+
+def go_on() -> None:
+    """Let all that was issued be over, as after an abort of collectives."""
+    lib.sim_stall(None)
+    _aborted.set()
