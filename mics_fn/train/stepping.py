@@ -718,12 +718,25 @@ def can_overlap(options: StepOptions, guard: Guard) -> bool:
     )
 
 
-def evaluated(options: StepOptions, loss: Tensor, batch: Any) -> Tensor:
+def flag_of(device: torch.device) -> Tensor | None:
+    """The `abort_flag` of now, on an accelerator."""
+    return _torch.abort_flag(device) if _torch.is_async(device) else None
+
+
+def evaluated(options: StepOptions, loss: Tensor, batch: Any, flag: Tensor | None) -> Tensor:
     """The mean of losses of batches over ranks, by weight if there are weights.
+
+    Args:
+      options: of the steps.
+      loss: of this rank.
+      batch: its samples.
+      flag: of before they were computed on; read by the device behind the last collective, it makes
+        what an abort has torn no number.
 
     Communication: that of a `StepTotals`.
     """
-    home, dtype, weight = options.home, loss.dtype, torch.ones((), dtype=torch.float64)
+    home, dtype = options.home, loss.dtype
+    weight = loss.new_ones((), dtype=torch.float64)  # where it is, so that the host need not wait
     if options.weight is not None:
         weight = weight_of(options.weight, batch, home.device)
         loss = counted(loss, weight == 0) * weight
@@ -732,7 +745,10 @@ def evaluated(options: StepOptions, loss: Tensor, batch: Any) -> Tensor:
     total = totals.exchange(weight.to(home.device))
     if not _torch.is_async(home.device):  # there only steps look, which need not wait for it
         totals.warn_of_unequal()
-    return (totals.loss / total).to(dtype)
+    mean = (totals.loss / total).to(dtype)
+    if flag is None:
+        return mean
+    return mean.masked_fill(flag.to(mean.device, non_blocking=True) != 0, float("nan"))
 
 
 def metrics_of(

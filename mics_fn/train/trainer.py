@@ -291,7 +291,7 @@ class JobStep(Between):
             names = [] if sync.independent else trainer.program.buffers.averaged
             given = "Trainer", trainer.state, trainer.groups, names
             self.drift = faults.Comparison(*given, moments=not sync.independent)
-        self.flag = _torch.abort_flag(device) if _torch.is_async(device) else None
+        self.flag = stepping.flag_of(device)
         self.copies = None
         if first and trainer.options.home.model is not None and trainer.faults.check_replicas:
             self.copies = CopiesCheck(trainer.ahead.params, trainer.groups)
@@ -662,7 +662,8 @@ class Trainer:
         Returns:
           0-dim tensor on the device; the mean by weight if there are weights.
 
-        Communication: the gathers of one forward, and 32 bytes over each of the two groups.
+        Communication: the gathers of one forward, and 32 bytes over each of the two groups. On an
+          accelerator whose collectives are aborted meanwhile the loss is not a number.
 
         Raises:
           LeafError: it is called inside torch.func, where the result has no derivative.
@@ -670,13 +671,13 @@ class Trainer:
         shards.refuse_derivative("Trainer.eval", (), "call it outside of torch.func")
         home = self.options.home
         with reports_step(home.state, self.ahead.step), home.state.turns.alone(), torch.no_grad():
-            batch = to_device(batch, home.device)
+            batch, flag = to_device(batch, home.device), stepping.flag_of(home.device)
             before = self.program.buffers.copies(self.ahead.buffers)
             # The run ends before the mean over ranks: ranks whose ways differ are told there.
             deferred = defer(self.ahead.params, self.groups, self.eval_schedule)
             with self.program.evaluating(), deferred as full:
                 loss, _ = self.program(full, before, batch)
-            return stepping.evaluated(self.options, loss.clone(), batch)
+            return stepping.evaluated(self.options, loss.clone(), batch, flag)
 
     def params(self) -> Tree:
         """Full parameters as plain tensors, on every rank, for export.

@@ -183,7 +183,7 @@ def torn(name: str, late: Sequence[int], ahead: int, stride: int) -> tuple[list[
 
 
 def exported() -> list[str]:
-    """What is wrong with what leaves while the device stalls: parameters, a leaf, a save."""
+    """What is wrong with what leaves while the device stalls: parameters, a leaf, a loss."""
     groups, wrong = _groups(2), []
     data = _data(groups)
     _, _, full = _undisturbed("masked", groups, data)
@@ -192,18 +192,25 @@ def exported() -> list[str]:
         "params": lambda trainer: trainer.params(),
         "state_dict": lambda trainer: trainer.state_dict(),
         "get": lambda trainer: {path[7:]: mf.inspection.get(trainer.state, path, trainer.groups)},
+        "eval": lambda trainer: {"loss": trainer.eval(data[1])},
     }
+    whole = _made("masked", groups)
+    whole.step(data[0])
+    full[1]["loss"] = whole.eval(data[1]).cpu()
     for what, call in calls.items():
         for at in (0, 2, 3, 7):
             trainer = _made("masked", groups)
             trainer.step(data[0])
-            call(trainer)  # what is compared once
+            for _ in range(3):  # ranks compare trees and schedules in the first ones
+                call(trainer)
             _stall(groups, at)
             error, found = _tried(partial(call, trainer))
             if torch_cuda.stalled():
                 abort(groups)
             nccl.Stall.results = None
-            if not error and any(not torch.equal(x.cpu(), full[1][k]) for k, x in found.items()):
+            found = {} if error else {k: x.cpu() for k, x in found.items()}
+            none = what == "eval" and found.get("loss", torch.ones(())).isnan()
+            if not none and any(not torch.equal(x, full[1][k]) for k, x in found.items()):
                 wrong.append(f"{what}, stalled after {at}: other bits")
             trainer.reset()
             groups = trainer.groups
