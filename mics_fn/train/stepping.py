@@ -718,11 +718,6 @@ def can_overlap(options: StepOptions, guard: Guard) -> bool:
     )
 
 
-def flag_of(device: torch.device) -> Tensor | None:
-    """The `abort_flag` of now, on an accelerator."""
-    return _torch.abort_flag(device) if _torch.is_async(device) else None
-
-
 def evaluated(options: StepOptions, loss: Tensor, batch: Any, flag: Tensor | None) -> Tensor:
     """The mean of losses of batches over ranks, by weight if there are weights.
 
