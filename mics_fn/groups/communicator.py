@@ -425,8 +425,9 @@ OPEN: set[GroupState] = set()  # what owns process groups, until it is closed
 
 def any_aborted(home: Any) -> bool:
     """Whether collectives of groups on an accelerator were aborted; None means any open groups."""
-    states = OPEN if home is None else [home.partition.state]
-    return any(state.aborted for state in list(states))
+    if home is not None:
+        return home.partition.state.aborted
+    return any(state.aborted for state in list(OPEN))
 
 
 def never_destruct() -> None:

@@ -24,15 +24,15 @@ from test_wings import DOORS, PATHS, arrows, depth, files, wing_of
 import mics_fn as mf
 
 # Lines are lines of code: without docstrings, comments and blanks. Optimizers of whole matrices,
-# models in parts and compiled regions may take so many of them beside the rest; of the lab, each
-# has a bench.
-MATRICES, PARTS, REGIONS = 449, 578, 248
+# models in parts, compiled regions and what an abort may leave may take so many of them beside the
+# rest; of the lab, each has a bench, and the last one has the doctor's questions about GPUs.
+MATRICES, PARTS, REGIONS, ABORTS = 449, 578, 248, 459
 BUDGETS = {
-    "lines": 18_408 + MATRICES + PARTS + REGIONS,
-    "lines without lab": 16_202 + MATRICES - 76 + PARTS - 46 + REGIONS - 12,
-    "lines of the core": 6_001 + 349,
+    "lines": 18_408 + MATRICES + PARTS + REGIONS + ABORTS,
+    "lines without lab": 16_202 + MATRICES - 76 + PARTS - 46 + REGIONS - 12 + ABORTS - 381,
+    "lines of the core": 6_001 + 349 + 46,
     "lines of the longest file": 486,
-    "files": 95,
+    "files": 97,
     "percent of lines that import": 7.4,
     "files in the longest chain of imports": 14,
     "class names of several classes": 0,
