@@ -704,10 +704,8 @@ _FLAGS: list[torch.Tensor] = []  # the one of now, if a step asked for it since 
 def abort_flag(device: torch.device) -> torch.Tensor | None:
     """A number in host memory that becomes 1 as soon as collectives are aborted.
 
-    None on the CPU, and if a device cannot read host memory in its own time.
+    None if a device cannot read host memory in its own time.
     """
-    if not is_async(device):
-        return None
     with _LOCK:
         if not _FLAGS:
             _FLAGS.append(host_buffer(4, device).view(torch.float32)[0].zero_())

@@ -423,11 +423,16 @@ class GroupState:
 OPEN: set[GroupState] = set()  # what owns process groups, until it is closed
 
 
-def any_aborted(home: Any) -> bool:
-    """Whether collectives of groups on an accelerator were aborted; None means any open groups."""
+def any_aborted(home: Any, device: torch.device) -> bool:
+    """Whether collectives of groups on an accelerator were aborted.
+
+    Args:
+      home: the groups; None means any that are open.
+      device: of what follows from them, where they are not known.
+    """
     if home is not None:
         return home.partition.state.aborted
-    return any(state.aborted for state in list(OPEN))
+    return _torch.is_async(device) and any(state.aborted for state in list(OPEN))
 
 
 def never_destruct() -> None:

@@ -293,7 +293,7 @@ def lose_if_aborted(shards: Tree, to: str, device: torch.device, home: Any) -> N
         _mark_donated([ref() for ref in refs], (spec, "params", to, Writing()), ())
 
     _torch.Queued(device, lose)
-    if any_aborted(home):
+    if any_aborted(home, device):
         lose()
 
 

@@ -291,7 +291,7 @@ class JobStep(Between):
             names = [] if sync.independent else trainer.program.buffers.averaged
             given = "Trainer", trainer.state, trainer.groups, names
             self.drift = faults.Comparison(*given, moments=not sync.independent)
-        self.flag = _torch.abort_flag(device)
+        self.flag = _torch.abort_flag(device) if _torch.is_async(device) else None
         self.copies = None
         if first and trainer.options.home.model is not None and trainer.faults.check_replicas:
             self.copies = CopiesCheck(trainer.ahead.params, trainer.groups)
@@ -671,7 +671,8 @@ class Trainer:
         shards.refuse_derivative("Trainer.eval", (), "call it outside of torch.func")
         home = self.options.home
         with reports_step(home.state, self.ahead.step), home.state.turns.alone(), torch.no_grad():
-            batch, flag = to_device(batch, home.device), _torch.abort_flag(home.device)
+            batch = to_device(batch, home.device)
+            flag = _torch.abort_flag(home.device) if _torch.is_async(home.device) else None
             before = self.program.buffers.copies(self.ahead.buffers)
             # The run ends before the mean over ranks: ranks whose ways differ are told there.
             deferred = defer(self.ahead.params, self.groups, self.eval_schedule)
