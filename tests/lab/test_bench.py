@@ -195,11 +195,15 @@ def test_muon(forked_bench: Callable) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("live", [(), ("--live-bytes", "0")])
 def test_touch(forked_bench: Callable, live: tuple[str, ...]) -> None:
-    argv = ["--ranks", "2", "--layers", "3", "--rounds", "2", "--steps", "2", *live]
+    argv = ["--ranks", "2", "--layers", "3", "--rounds", "1", "--steps", "2", *live]
     figures, printed = forked_bench("touch", *argv)
-    steps, parts = figures["steps"], figures["parts"]
-    assert 0 < steps["plain"]["least"] < steps["uses"]["median"] < steps["Trainer.step"]["most"]
-    assert parts["uses"]["median"] > 0
+    parts = {name: part["median"] for name, part in figures["parts"].items()}
+    steps = {name: step["median"] for name, step in figures["steps"].items()}
+    assert parts["uses"] == pytest.approx(steps["uses"] - steps["plain"])
+    assert parts["hops"] == pytest.approx(steps["hops"] - steps["uses"])
+    own = steps["Trainer.step"] - steps["plain step"]
+    assert sum(parts[name] for name in ("uses", "hops", "step")) == pytest.approx(own)
+    assert own == pytest.approx(parts["all, over plain"])
     assert "uses" in printed
     assert "FSDP2, over plain" in printed
 
