@@ -31,6 +31,12 @@ seen of its last step:
     print(trainer.last_step.timeline())  # events in order: at, took, sent, what, over, leaves
     print(trainer.last_step.memory())  # the most bytes by kind
 
+In a notebook a timeline shows itself: a lane for what computes, in which waits are yellow and a
+pale ground is time without one, and a lane for each communicator, with the numbers of buckets.
+(A use in a step is the moment in which buckets are made ready; computing with them is the ground.)
+`one.beside(other)` is a `Chart` of both on one axis of time, and `save_trace("step.json")` of
+either writes a file for https://ui.perfetto.dev.
+
 A loop written by hand is watched in the same way: `with inspection.watch() as watched:`, and then
 `watched.timeline()`. Watch a step after the second one, which follows a schedule. On the CPU times
 are those of the host's clock. On an accelerator they are those of the device, by events on its
@@ -67,10 +73,12 @@ describes, and has what it gives. To add a fact of each leaf to the table, add a
 `leaves_of` and `Leaves.agreed`, so that ranks which differ raise instead of hanging.
 
 `summary` returns a `Summary`, which prints as a table. `watch` gives a `Watched`: its `timeline()`
-is a `Timeline` of each `Event`, its `memory()` a `StepMemory`.
+is a `Timeline` of each `Event`, its `memory()` a `StepMemory`. `chart.py` draws: to give a kind of
+event a color of its own, add it to `_COLORS`.
 """
 
 from mics_fn.inspection.access import Summary, get, set, summary
+from mics_fn.inspection.chart import Chart
 from mics_fn.inspection.watching import Event, StepMemory, Timeline, Watched, watch
 
 __all__ = ["watch"]

@@ -5,12 +5,14 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from mics_fn import _torch, spans
 from mics_fn.errors import human_bytes
+from mics_fn.inspection.chart import Chart
 from mics_fn.spans import Span
 
 # `StepMemory`: the memory of a step by kind.
@@ -88,6 +90,9 @@ class Event(NamedTuple):
 class Timeline:
     """Events of a step on this rank, in the order of their starts; prints as a table.
 
+    In a notebook it shows itself as a picture with a lane for what computes and one for each
+    communicator, as a `Chart` does.
+
     Args:
       name: "step 12"; empty for a block that is not a step.
       events: the events in this order.
@@ -113,6 +118,25 @@ class Timeline:
             if event.kind == "wait":
                 found[event.about.partition(" ")[0]] += event.seconds  # pyright: ignore
         return dict(found)
+
+    def beside(self, *others: "Timeline") -> Chart:
+        """Return a chart of this timeline above others, on one axis of time.
+
+        Args:
+          others: such as that of a simulation.
+        """
+        return Chart((self, *others))
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write the events for https://ui.perfetto.dev or chrome://tracing.
+
+        Args:
+          path: the file, which is replaced.
+        """
+        self.beside().save_trace(path)
+
+    def _repr_html_(self) -> str:
+        return self.beside()._repr_html_()
 
     def __str__(self) -> str:
         sent, waited = sum(self.sent_bytes().values()), self.waited_s()

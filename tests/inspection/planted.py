@@ -1,6 +1,7 @@
 """Mistakes in reading, setting and watching values; `planting.py` checks that tests catch them."""
 
 _A = "inspection/access.py"
+_C = "inspection/chart.py"
 _W = "inspection/watching.py"
 
 PLANTED = [
@@ -42,4 +43,24 @@ PLANTED = [
     ("padding of a bucket counts its leaves", _A,
      "        total -= sum(piece.size_bytes if coded else piece.nbytes for piece in data)\n", "",
      "inspection/test_access.py -k summary_counts"),
+    ("transfers that overlap are drawn over each other", _C, "or (nested and event.end_s <=",
+     "or (event.end_s <=", "inspection/test_chart.py -k where_and_when"),
+    ("the noise of sums of times opens a row", _C, "<= event.start_s + _NOISE", "<= event.start_s",
+     "inspection/test_chart.py -k noise"),
+    ("what is joined loses what lies between", _C, "or max(event.seconds, event.start_s - end)",
+     "or max(event.seconds, 0)", "inspection/test_chart.py -k joined"),
+    ("an axis is as long as the first timeline", _C, "for each in timelines for x in (",
+     "for each in timelines[:1] for x in (", "inspection/test_chart.py -k one_axis"),
+    ("a picture grows with its events", _C, "250_000", "250_000_000",
+     "inspection/test_chart.py -k thousands"),
+    ("lanes are as deep as what overlaps", _C, "_lanes(each.events, _ROWS)", "_lanes(each.events)",
+     "inspection/test_chart.py -k thousands"),
+    ("signs that XML may not have are in a picture", _C, "if char.isprintable()", "if char",
+     "inspection/test_chart.py -k odd"),
+    ("a name is read as a tag", _C, "return escape(", "return str(",
+     "inspection/test_chart.py -k where_and_when"),
+    ("durations in a trace are times of the end", _C, "max(0, end - begin)", "max(0, end)",
+     "inspection/test_chart.py -k rows_that_nest"),
+    ("a process of a trace has no name", _C, '"thread_name" if tid', '"thread_name" if pid',
+     "inspection/test_chart.py -k rows_that_nest"),
 ]  # fmt: skip

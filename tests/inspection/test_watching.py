@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Layout, groups_of, random
-from costs import cut_of, memory_formula
+from costs import cut_of
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -19,6 +19,7 @@ import mics_fn as mf
 from mics_fn import spans
 from mics_fn.deferred.memory import LEAST_RING
 from mics_fn.inspection.watching import Timeline
+from mics_fn.lab.report import memory_formula
 from mics_fn.schedules.schedule import Schedule
 
 DIM, DEPTH = 16, 4
