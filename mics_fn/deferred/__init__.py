@@ -60,5 +60,6 @@ both of them put buckets, and a `GradSum` runs backward. To treat an op speciall
 `schedules`, and leave this one alone. Compiled code is called in `regions`.
 """
 
+from mics_fn.deferred import live, memory, reduction
 from mics_fn.deferred.deferring import GradSum, bucket_sizes, check_loss, defer, record
 from mics_fn.deferred.regions import Region

@@ -511,3 +511,8 @@ def _fetched_numels(use: shards.BucketUse) -> tuple[int, int]:
 def sizes_of(uses: Sequence[shards.BucketUse]) -> list[int]:
     """Bytes that each bucket takes while it is live; 0 if it is a view of memory that is kept."""
     return [_fetched_numels(use)[1] * use.bucket.compute.itemsize for use in uses]
+
+
+def kept_of(uses: Sequence[shards.BucketUse]) -> list[int]:
+    """Bytes that each bucket takes from its first fetch to the end of a run; see `start_fetch`."""
+    return [_fetched_numels(use)[0] * use.bucket.compute.itemsize for use in uses]

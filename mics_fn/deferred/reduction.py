@@ -138,6 +138,18 @@ class Hops(NamedTuple):
         return self._replace(in_flight=count, sizes=tuple(sizes))
 
 
+def ring_bytes(sizes: Sequence[int], parts: int, *, least: bool) -> int:
+    """Bytes of a ring for leases of these sizes; see [Note: gradients in flight].
+
+    Args:
+      sizes: of the lease of each bucket, in bytes.
+      parts: how many are lent at a time at most.
+      least: whether the ring has room for the largest alone.
+    """
+    few = 0 if least else parts * sorted(sizes)[(len(sizes) - 1) // 2]
+    return max(*sizes, few, LEAST_RING)
+
+
 # Packing a bucket's gradients, the memory that they lie in, and who still uses that memory.
 
 
@@ -257,9 +269,7 @@ class Reduction:
         # Of each ring its bytes, and the most parts; see [Note: gradients in flight].
         self._rooms, least = dict[int, tuple[int, int]](), self.run.policy.live_bytes == 0
         for ring, sizes in needs.items():
-            median = sorted(sizes)[(len(sizes) - 1) // 2]
-            few = 0 if least else parts[ring] * median
-            self._rooms[ring] = max(*sizes, few, LEAST_RING), parts[ring]
+            self._rooms[ring] = ring_bytes(sizes, parts[ring], least=least), parts[ring]
 
     def add(self, index: int, grads: Sequence[Tensor | None]) -> None:
         """Add a bucket's full gradients, one per member, and start hop 1 in the agreed order.

@@ -90,7 +90,7 @@ from mics_fn.groups.communicator import (
     withdraw_all,
 )
 from mics_fn.groups.groups import Buffers, Groups, Hierarchy, Home, Route, current, require_replicas
-from mics_fn.groups.make import complete, make_groups
+from mics_fn.groups.make import complete, imagined, make_groups
 from mics_fn.groups.startup import Meeting, init_distributed, nccl_problems, read_launch
 from mics_fn.groups.topology import Topology, fold_ranks, plan_groups, valid_partition_sizes
 

@@ -423,16 +423,10 @@ class GroupState:
 OPEN: set[GroupState] = set()  # what owns process groups, until it is closed
 
 
-def any_aborted(home: Any, device: torch.device) -> bool:
-    """Whether collectives of groups on an accelerator were aborted.
-
-    Args:
-      home: the groups; None means any that are open.
-      device: of what follows from them, where they are not known.
-    """
-    if home is not None:
-        return home.partition.state.aborted
-    return _torch.is_async(device) and any(state.aborted for state in list(OPEN))
+def any_aborted(pieces: Sequence[torch.Tensor]) -> bool:
+    """Whether collectives of any open groups were aborted, if these lie on an accelerator."""
+    found = bool(pieces) and _torch.is_async(pieces[0].device)
+    return found and any(state.aborted for state in list(OPEN))
 
 
 def never_destruct() -> None:

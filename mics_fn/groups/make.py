@@ -315,6 +315,21 @@ def _node_of(rank: int, node_size: int | None, topology: Topology | None) -> str
     return f"LOCAL_WORLD_SIZE={size} {rank // int(size)}"
 
 
+def imagined(plan: Plan, *, on_device: bool) -> Groups:
+    """The groups of the first rank of any plan, without processes: nothing can be sent over them.
+
+    For whoever computes what the verbs would do there, how much they would send, and where.
+
+    Args:
+      plan: every group of the world.
+      on_device: whether collectives would be done by an accelerator.
+    """
+    ranks, device = tuple(range(plan.world_size)), torch.device("cpu")
+    made = _create(GroupState(ranks), None, 0.0, plan, ranks, device, None)
+    made.state.on_device = on_device
+    return made
+
+
 def _create(
     state: GroupState,
     store: Any,

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 import torch
 from cases import Layout, groups_of, placed_as
-from costs import Cut, buckets_of, counted, memory_formula
+from costs import counted
 from torch import nn
 
 import mics_fn as mf
 from mics_fn.deferred.memory import LEAST_RING, Ring
+from mics_fn.lab.report import Cut, buckets_of, memory_formula
 
 WIDTH = 192
 LARGE = 6 * WIDTH  # width of one layer
@@ -42,11 +43,7 @@ def hops(layout, cases):
             trainer.step(torch.ones(2 * accumulate, WIDTH))
             got.append((ring.nbytes, ring.made))
         kept: Any = trainer.schedule
-        cut = Cut(
-            groups.partition_size,
-            route.split(route.outer_params)[1].size,
-            route.split(route.outer_grads)[1].size,
-        )
+        cut = Cut.of(route)
         parts = memory_formula(
             buckets_of(trainer.state.params), cut, route.sizes, live_bytes=kept.live_bytes,
             num_replicas=groups.num_replicas, micro_steps=accumulate,

@@ -6,13 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Layout, groups_of, placed_as, same_bits
-from costs import buckets_of, counted
+from costs import counted
 from telling import told
 from torch import nn
 from torch.func import functional_call
 
 import mics_fn as mf
 from mics_fn import tree
+from mics_fn.lab.report import buckets_of
 
 WIDTH, STEPS = 96, 3
 UNIT = 4 * WIDTH * WIDTH

@@ -17,7 +17,6 @@ from cases import Layout, full_of, groups_of, placed_as, random, same_bits
 from costs import (
     POOLS,
     Placed,
-    buckets_of,
     counted,
     inner_products,
     level_sizes,
@@ -31,6 +30,7 @@ import mics_fn as mf
 from mics_fn import tree
 from mics_fn.collectives import checksum
 from mics_fn.groups import placement
+from mics_fn.lab.report import buckets_of
 
 STEPS = 3
 BUCKET_BYTES = 250  # a block's weight and bias, or the embedding

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Layout, groups_of, placed_as, random
-from costs import buckets_of, cut_of, memory_formula
+from costs import cut_of
 from storage_count import StorageCount
 from torch import nn
 
@@ -20,7 +20,7 @@ from mics_fn import _torch
 from mics_fn.collectives import Codec, checksum
 from mics_fn.groups.communicator import Comm
 from mics_fn.lab.models import GPTConfig, TrainingTask, load_text, loss_of, seeded
-from mics_fn.lab.report import averaged, wire_bytes
+from mics_fn.lab.report import averaged, buckets_of, memory_formula, wire_bytes
 
 SMALL = [Layout((2,), 1), Layout((2, 2), 2), Layout((2, 2), 4)]
 LARGE = [Layout((3,), 1), Layout((3,), 3), Layout((2, 2, 2), 8)]
