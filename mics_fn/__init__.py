@@ -66,6 +66,11 @@ Schedules of fetches:
   `schedules.Action` - one of them
   `schedules.plan` - adds fetches and drops to a record, for a budget
 
+Before a cluster is rented:
+  `plan` - partition sizes, placements and budgets for a model on a cluster, ranked, with reasons
+  `simulate` - what a step of a schedule does on a cluster: when, in which memory, over which links
+  `Hardware` - a cluster as a value: how ranks are wired, links and devices; has a text
+
 Gradients:
   `GradSum` - gradients of a step, reduced while backward runs - hop 1 per pass, hop 2 in the last
   `reduce_grads` - the hops that a gradient still owes - hop 1, hop 2, or both
@@ -154,6 +159,8 @@ Errors:
   `errors` - the namespace of all of them, which are listed on its page
 """
 
+from typing import TYPE_CHECKING, Any
+
 from mics_fn import (
     checkpoint,
     collectives,
@@ -192,15 +199,26 @@ from mics_fn.shards import (
 from mics_fn.train import Checkpoints, FaultPolicy, Trainer, compile_blocks, replicas, sampler
 from mics_fn.train import compile as compile
 
+if TYPE_CHECKING:  # training needs none of them, so they are imported where they are used
+    from mics_fn.lab import Hardware, plan, simulate
+
 # And `compile` and `set`, which `from mics_fn import *` leaves out: they would hide Python's own.
-__all__ = ["Checkpoints", "FaultPolicy", "GradSum", "Groups", "MicsError", "Precision"]
+__all__ = ["Checkpoints", "FaultPolicy", "GradSum", "Groups", "Hardware", "MicsError", "Precision"]
 __all__ += ["TrainState", "Trainer", "bucket_sizes", "checkpoint", "collectives", "compile_blocks"]
 __all__ += ["gather", "get", "groups", "init_distributed", "init_model", "init_state", "inspection"]
 __all__ += ["keep_all", "load_shards", "make_groups", "move", "notebook", "offload", "on_demand"]
-__all__ += ["opt_step", "optim", "placement", "record", "reduce_grads", "replicas", "reset"]
-__all__ += ["StopRequest", "defer", "errors", "same_replicas", "same_step"]
+__all__ += ["opt_step", "optim", "placement", "plan", "record", "reduce_grads", "replicas", "reset"]
+__all__ += ["StopRequest", "defer", "errors", "same_replicas", "same_step", "simulate"]
 __all__ += ["sampler", "scatter_grads", "schedules", "shard", "shards", "summary", "sync_replicas"]
 __all__ += ["testing", "tree", "unshard", "weighted", "where"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("Hardware", "plan", "simulate"):
+        raise AttributeError(f"module 'mics_fn' has no attribute {name!r}")
+    from mics_fn import lab
+
+    return getattr(lab, name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""The command line: `python -m mics_fn demo`, `bench`, `verify` and `doctor`."""
+"""The command line: `python -m mics_fn demo`, `plan`, `bench`, `verify` and `doctor`."""
 
 import argparse
 import importlib
@@ -10,11 +10,12 @@ from mics_fn.errors import MicsError, PlanError
 
 COMMANDS = {
     "demo": "train a small GPT, sharded over ranks of this machine, and check the result",
+    "plan": "rank partition sizes, placements and budgets for a model on a cluster",
     "bench": "measure this library against plain torch and FSDP2",
     "verify": "compare every value of a checkpoint with its checksum",
     "doctor": "check this machine and its GPUs, and make a report to send",
 }
-FILES = {"bench": "bench.command"}  # the others have the names of their commands
+FILES = {"bench": "bench.command", "plan": "planner"}  # the others have the names of their commands
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,7 +1,16 @@
-"""Everything around the library: ranks, a model and a text, the demo, benches, and the doctor.
+"""Everything around the library: plans, simulated steps, the demo, benches, and the doctor.
 
-Nothing in the library imports this wing, and a user needs none of it. It is here to show that the
-library works, to measure it, and to test it.
+Nothing in the library imports this wing, and training needs none of it. It says what a model would
+take on a cluster that nobody has yet, shows that the library works, measures it, and tests it.
+
+- `hardware.py` has clusters as values, from texts such as "64 x 8 h100, 8 x 400 Gbit", from the
+  profiles that `doctor --profile FILE` writes, or by hand, of a `Topology`, `Link`s and a `Device`.
+- `simulator.py`: `simulate` replays a `Schedule`, the value that a real run follows or one of your
+  own, over streams and links. It gives a timeline as `inspection.watch` does, the memory by kind,
+  and bytes and counts of collectives that equal those of a real run. `followed(trainer)` is what a
+  trainer follows.
+- `planner.py`: `plan` ranks what a model can take on a cluster by simulated steps, and says why;
+  `python -m mics_fn plan llama-3-70b "64 x 8 h100, 8 x 400 Gbit"`.
 
 - `ranks.py` starts processes. `launch` runs a function as n ranks of a job on this machine, as
   `torchrun` would, `run_bounded` also with a time limit; both name the rank, the traceback and the
@@ -25,7 +34,10 @@ library works, to measure it, and to test it.
   started, on one node or on many, it checks instead that these ranks reach each other, and with
   `--gpus` or `--profile` measures their links.
 - `verify.py` is `python -m mics_fn verify`: are the files of a checkpoint as they were saved?
-- `report.py` has the formulas for what a step sends, prints tables, and has types of
+- `cluster.py` has clusters as values: links, devices, and ranks, well-known ones by a text.
+- `simulate.py` replays a schedule on such a cluster: the events of a step, its time, and its
+  memory, without processes. `followed(trainer)` is the schedule that a `Trainer` follows.
+- `report.py` has the formulas for what a step sends and holds, prints tables, and has types of
   flags.
 
 Words: a *peer* is one of the things that a comparison compares. Peers take *turns* in one run,
@@ -50,3 +62,9 @@ config from the flags. To add a peer of `bench step`, write a function from
 a function of a `DoctorConfig` that calls `Rank.say` with what it finds, and add it to `PARTS` in
 `doctor_gpu.py`.
 """
+
+from mics_fn.lab.hardware import Device, Hardware, Link
+from mics_fn.lab.planner import plan
+from mics_fn.lab.simulator import Simulated, followed, scheduled, simulate
+
+__all__ = ["Device", "Hardware", "Link", "Simulated", "followed", "plan", "scheduled", "simulate"]

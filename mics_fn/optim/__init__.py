@@ -99,6 +99,7 @@ from mics_fn.optim.classes import from_torch
 from mics_fn.optim.columns import fresh, map_columns
 from mics_fn.optim.flat import as_before, by_leaf, replaced
 from mics_fn.optim.guard import (
+    TOTALS,
     Guard,
     LossScale,
     StepTotals,

@@ -352,8 +352,8 @@ def opt_step(state: TrainState[P], grads: Tree, *, donate: bool = False) -> Trai
     """
     ahead = flat.unpacked(grads)
     home = shards.reduction_groups(ahead.leaves) if ahead.stream is None else ahead.stream.home
-    device = ahead.pieces[0].device if ahead.pieces else torch.device("cpu")
-    if any_aborted(home, device):  # before they were there; later ones lose what is written
+    torn = any_aborted(ahead.pieces) if home is None else home.partition.state.aborted
+    if torn:  # before they were there; later ones lose what is written
         text = "opt_step: collectives of these gradients may have been aborted; nothing was written"
         raise GroupsError(text, fix="compute them again, on the groups that reset gives")
     if isinstance(home, Groups) and "opt_step" not in home.agreed:

@@ -94,7 +94,16 @@ verb for its derivative, or for the reason why it has none. To add a property of
 
 from mics_fn.collectives import needs_derivative, refuse_derivative
 from mics_fn.shards import pack
-from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, Precision, check_dtype, companion, pieces
+from mics_fn.shards.bucket import (
+    BUCKET_BYTES,
+    Bucket,
+    LeafSpec,
+    Precision,
+    check_dtype,
+    companion,
+    pieces,
+    plan_buckets,
+)
 from mics_fn.shards.leaf import (
     Fixed,
     GradStream,

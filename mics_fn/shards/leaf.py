@@ -287,13 +287,13 @@ def lose_if_aborted(shards: Tree, to: str, device: torch.device, home: Any) -> N
     if not _torch.is_async(device):
         return
     leaves, spec = tree.flatten(shards, is_leaf)
-    refs = [weakref.ref(leaf) for leaf in leaves]
+    refs, pieces = [weakref.ref(leaf) for leaf in leaves], [torch.empty(0, device=device)]
 
     def lose() -> None:
         _mark_donated([ref() for ref in refs], (spec, "params", to, Writing()), ())
 
     _torch.Queued(device, lose)
-    if any_aborted(home, device):
+    if any_aborted(pieces) if home is None else home.partition.state.aborted:
         lose()
 
 

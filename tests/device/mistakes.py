@@ -158,6 +158,7 @@ def _torn(name: str, *changes: Change, late: tuple[int, ...] = ()) -> Torn:
 
 _ABORT = "self._lose_queued(patience_s)\n        mesh_groups, self.mesh_groups"
 _ENDED = "ended([abort_group(x) for x in self.live()], 5.0)\n        "
+_ABORTED = "if any_aborted(pieces) if home is None else home.partition.state.aborted:"
 _EARLY = "self.flag = _torch.abort_flag(device).clone() if"
 _FIRST = """state = trainer.state  # first: whether its last step was taken decides the others
     member, sync, lost = trainer.member, trainer.sync_state, ""
@@ -182,10 +183,10 @@ TORN: dict[str, Torn] = {
     ),
     "a step on what was aborted before is not lost": _torn(
         "ignored, on the host",
-        Change("shards/leaf.py", "if any_aborted(home, device):", "if False:"),
+        Change("shards/leaf.py", _ABORTED, "if False:"),
     ),
     "gradients of before an abort are stepped": Torn(
-        "stale", 2, (), (Change("optim/state.py", "if any_aborted(home, device):", "if False:"),)
+        "stale", 2, (), (Change("optim/state.py", "if torn:", "if False:"),)
     ),
     "gradients that know no groups are stepped": _torn(
         "by hand, kept",

@@ -746,7 +746,7 @@ CONSTANT += " save_dcp save_pretrained warmup_cosine static_scale dynamic_scale 
 CONSTANT += " move"
 # Those that give no tensor that was made of tensors.
 READS = "steps latest verify record plan bucket_sizes summary watch norm_spike sampler node compile"
-READS += " make_groups reset init_distributed plan_groups where"
+READS += " make_groups reset init_distributed plan_groups where simulate"
 OTHERS = {*f"{OPTIMIZERS} {CONSTANT} {READS} compile_blocks".split()}
 OTHER_METHODS = {
     *("Cluster.cell", "Cluster.run", "Cluster.reset", "Cluster.restart", "Checkpoints.save"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Layout, full_of, groups_of, placed_as, random, same_bits
-from costs import buckets_of, counted
+from costs import counted
 from storage_count import StorageCount
 from torch import Tensor, nn
 from torch.func import grad, grad_and_value, jvp, vmap
@@ -16,7 +16,7 @@ import mics_fn as mf
 from mics_fn import tree
 from mics_fn.collectives import Codec
 from mics_fn.init.model import Filling
-from mics_fn.lab.report import gathered
+from mics_fn.lab.report import buckets_of, gathered
 from mics_fn.offload import Coded
 from mics_fn.offload import coded as coded_tensor
 from mics_fn.shards import Fixed, Sharded

@@ -19,7 +19,7 @@ from cases import (
     same_bits,
     unit_roundoff,
 )
-from costs import Placed, buckets_of, counted, level_sizes, sent_in_a_step
+from costs import Placed, counted, level_sizes, sent_in_a_step
 from torch import nn
 from torch.func import grad
 
@@ -28,6 +28,7 @@ from mics_fn import tree
 from mics_fn.collectives import Codec
 from mics_fn.collectives.levels import mean_over_ranks, start_mean
 from mics_fn.groups import placement
+from mics_fn.lab.report import buckets_of
 from mics_fn.shards.bucket import Formats
 from mics_fn.shards.leaf import is_leaf
 

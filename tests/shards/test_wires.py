@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Layout, everywhere, groups_of, poison, random, same_bits
-from costs import buckets_of
 
 import mics_fn as mf
 from mics_fn.collectives import Codec, Wire
+from mics_fn.lab.report import buckets_of
 from mics_fn.shards.bucket import Formats, LeafSpec, Precision, plan_buckets
 from mics_fn.shards.pack import pack_chunk, pack_full, split_full
 

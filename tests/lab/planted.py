@@ -1,0 +1,53 @@
+"""Mistakes in what is simulated; `planting.py` checks that tests catch them."""
+
+_S = "lab/simulator.py"
+_C = "lab/hardware.py"
+_P = "lab/planner.py"
+_T, _TP = "lab/test_simulate.py", "lab/test_plan.py"
+
+PLANTED = [
+    ("what a placement keeps is gathered again", _S,
+     "hops[self.route.outer_params if repeated else 0 :]", "hops[0:]", f"{_T} -k real_one"),
+    ("levels of a reduction that wait for the last pass come in each", _S,
+     "count = len(hops.now.levels) + len(hops.outer.levels)", "count = len(route.levels)",
+     f"{_T} -k real_one"),
+    ("hop 2 comes in each pass", _S, "found + mean * hops.mean if", "found + mean if",
+     f"{_T} -k real_one"),
+    ("a bucket without a gradient is not reduced", _S,
+     "for index in list(step.missing):  # without", "for index in ():  # without",
+     f"{_T} -k real_one"),
+    ("codes of hop 2 are one collective", _S, "return [first, first._replace(stream=second)]",
+     "return [first]", f"{_T} -k real_one"),
+    ("a budget of 0 has the ring of any other", _S, "least=budget == 0", "least=False",
+     f"{_T} -k graph"),
+    ("a link carries two collectives at a time", _S,
+     "self._free[hop.stream] = self._free[link] = start", "self._free[hop.stream] = start",
+     f"{_T} -k graph"),
+    ("a wait lets only its own collective go on", _S,
+     "            self.push()\n        if hops and (end",
+     "            self._enter(flight) or self.push()\n        if hops and (end", f"{_T} -k graph"),
+    ("what a host sends costs it nothing", _S, "self.now += hop.own_s", "self.now += 0.0",
+     f"{_T} -k graph"),
+    ("each rank of a node sends a ring over the link", _S, "nbytes / share, inner", "nbytes, inner",
+     f"{_T} -k graph"),
+    ("backward costs as much as forward", _S, "(1 + twice * buckets[i].trainable)", "1",
+     f"{_T} -k graph"),
+    ("an all-reduce has the latency of one round", _S, "link, rounds=2, level", "link, level",
+     f"{_T} -k graph"),
+    ("a frozen bucket may be reduced", _S, "    if frozen:\n", "    if frozen and not buckets:\n",
+     f"{_T} -k does_not_fit"),
+    ("an unknown placement is an error of Python", _C,
+     'checks.choice("Hardware.groups", "placement", placed, *placement.PLACEMENTS)', "pass",
+     f"{_T} -k does_not_fit"),
+    ("the cards of a node are those of each rank", _C, "/ 8 / int(count)", "/ 8",
+     f"{_T} -k read_written"),
+    ("what needs too much memory is planned", _P, "if each.total_bytes <= room]", "]",
+     f"{_TP} -k all_there_are"),
+    ("large groups are as good as small ones", _P, "(log2(sent) + log2(choice.partition_size))",
+     "log2(sent)", f"{_TP} -k all_there_are"),
+    ("Muon computes nothing", _P, "step.seconds + job.matrices_s(p)", "step.seconds",
+     f"{_TP} -k all_there_are"),
+    ("frozen leaves are trained", _P, "for own in [path not in self.frozen]",
+     "for own in [True]",
+     f"{_TP} -k module"),
+]  # fmt: skip
