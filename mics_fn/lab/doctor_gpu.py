@@ -10,7 +10,7 @@ GB/s, which is a link of 400 Gbit/s for each GPU; on slower links codes save mor
 
     {"levels": [{"name": "node", "ranks": 4, "latency_us": 20.0, "gb_per_s": 40.0}, ...],
      "device": {"name": "NVIDIA H100", "memory_bytes": 85899345920,
-                "flops": {"bf16": 7e14, "f32": 5e13}, "copy_gb_per_s": 25.0}}
+                "flops": {"bf16": 7e14, "f32": 5e13}, "gb_per_s": 2600.0, "copy_gb_per_s": 25.0}}
 
 Levels are those of the topology that have several ranks, outermost first. All groups of a level
 work at once, as in a step, and the slowest one counts. `latency_us` and `gb_per_s` are such that a
@@ -21,7 +21,8 @@ ring all-gather over n ranks with a result of B bytes takes
 A reduce-scatter of B bytes takes as long, and an all-reduce as both. They are fitted to times at
 several sizes, by the least squares of relative errors, so that no size counts more than another.
 `flops` is what a product of large square matrices reaches, in floating-point operations per
-second; `copy_gb_per_s` the slower direction between a device and locked memory of its host.
+second; `gb_per_s` what a copy reads and writes of a device's memory, and `copy_gb_per_s` the slower
+direction between it and locked memory of its host.
 """
 
 import json
@@ -319,11 +320,13 @@ def _device_rates(device: torch.device, timed: bool) -> dict[str, Any]:
     for kind, dtype in (("bf16", torch.bfloat16), ("f32", torch.float32)):
         x = torch.randn(side, side, device=device, dtype=dtype)
         flops[kind] = 2 * side**3 / seconds_of(partial(torch.mm, x, x), device, 5)[1]
+    here = torch.empty(side**2, dtype=torch.uint8, device=device)
+    own = seconds_of(partial(here.copy_, torch.zeros_like(here)), device, 5)[1]
     host = _torch.host_buffer(side**2, device)
-    here = torch.empty_like(host, device=device)
     copies = [partial(x.copy_, y, non_blocking=True) for x, y in ((here, host), (host, here))]
     slower = max(seconds_of(copy, device, 5)[1] for copy in copies)
     found = {"name": name_of(device), "memory_bytes": _torch.total_memory(device), "flops": flops}
+    found["gb_per_s"] = 2e-9 * side**2 / own
     return found | {"copy_gb_per_s": 1e-9 * side**2 / slower}
 
 

@@ -208,6 +208,17 @@ def test_touch(forked_bench: Callable, live: tuple[str, ...]) -> None:
     assert "FSDP2, over plain" in printed
 
 
+def test_predictions(forked_bench: Callable) -> None:
+    figures, printed = forked_bench("plan", *TINY, "--steps", "1", "--warmup", "3")
+    assert len(figures["rows"]) == 8
+    for row in figures["rows"]:
+        assert row["error"] == pytest.approx(row["predicted_s"] / row["measured_s"] - 1)
+        assert 0 < row["predicted_s"] < 1
+    assert "8 settings: median error" in printed
+    assert "node 2 x rank 2 of cpu" in printed
+
+
+@pytest.mark.thorough
 def test_bytes_equal_the_formulas_at_every_partition_size(forked_bench: Callable) -> None:
     figures, printed = forked_bench("bytes", "--steps", "2", "--accumulate", "3", *TINY)
     levels = {}

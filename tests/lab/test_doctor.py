@@ -358,7 +358,7 @@ def test_a_job_writes_what_its_links_do(ranks, tmp_path: Path):
     ]
     assert all(level["gb_per_s"] > 0 <= level["latency_us"] for level in found["levels"])
     device = found["device"]
-    assert sorted(device) == ["copy_gb_per_s", "flops", "memory_bytes", "name"]
+    assert sorted(device) == ["copy_gb_per_s", "flops", "gb_per_s", "memory_bytes", "name"]
     assert sorted(device["flops"]) == ["bf16", "f32"]
     assert min(device["copy_gb_per_s"], device["memory_bytes"], *device["flops"].values()) > 0
 

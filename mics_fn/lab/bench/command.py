@@ -11,7 +11,7 @@ from typing import Any
 
 from mics_fn.errors import PlanError
 from mics_fn.groups import Topology, plan_groups
-from mics_fn.lab.bench import alone, mesh, muon, step, touch
+from mics_fn.lab.bench import alone, mesh, muon, predict, step, touch
 from mics_fn.lab.bench.step import DEFAULT_PEERS, LINKS, OVERLAP_PEERS, PEERS, StepConfig
 from mics_fn.lab.bench.turns import BenchTurns, num_ranks, on_ranks
 from mics_fn.lab.models import GPTConfig
@@ -69,6 +69,13 @@ def _add_touch_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_count(parser, "rounds", 5, "turns of each peer")
     add_count(parser, "steps", 10, "steps of a turn")
+
+
+def _add_predict_flags(parser: argparse.ArgumentParser) -> None:
+    _add_rank_flags(parser)
+    text = "rates of the links between nodes, such as 1gbit 200mbit (default as they are)"
+    parser.add_argument("--rates", default=(), help=text, metavar="RATE", nargs="+")
+    parser.set_defaults(dim=256, steps=6)
 
 
 def _add_save_flags(parser: argparse.ArgumentParser) -> None:
@@ -214,6 +221,14 @@ def _touch(args: argparse.Namespace, ranks: int) -> Measured:
     return config, on_ranks(touch.measure_touch, ranks, config), touch.render_touch
 
 
+def _predict(args: argparse.Namespace, ranks: int) -> Measured:
+    how = _of_ranks(args, 1, ranks, ())
+    rates = tuple(_read_rate(rate, 1)[0] for rate in args.rates)
+    taken = ("model", "turns", "node_size", "accumulate")
+    config = predict.PredictConfig(rates=rates, **{key: how[key] for key in taken})
+    return config, on_ranks(predict.measure_predictions, ranks, config), predict.render_predictions
+
+
 def _saves(args: argparse.Namespace, ranks: int) -> Measured:
     config = alone.SaveConfig(args.mib, args.rounds, args.folder)
     return config, on_ranks(alone.measure_saves, ranks, config), alone.render_saves
@@ -224,6 +239,7 @@ BENCHES: dict[str, tuple[str, Callable, Callable[[argparse.Namespace, int], Meas
     "step": ("whole steps, against a plain torch loop and FSDP2", _add_step_flags, _step),
     "opt": ("steps of the optimizer, against torch's fused AdamW", _add_opt_flags, _opt),
     "touch": ("host time of a layer of tiny leaves, by part", _add_touch_flags, _touch),
+    "plan": ("predicted steps beside measured ones", _add_predict_flags, _predict),
     "bytes": ("bytes of a step by level: counted, and by formula", _add_bytes_flags, _bytes),
     "checkpoint": ("saving and loading, against plain files", _add_save_flags, _saves),
 }
