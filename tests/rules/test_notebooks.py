@@ -26,8 +26,9 @@ def shown(notebook: Any) -> list[str]:
             text = "".join(out.text for out in cell.outputs if out.output_type == "stream")
             errors = [out.evalue for out in cell.outputs if out.output_type == "error"]
             text += "".join(error.splitlines()[0] for error in errors)
-            pictures = ["image/png" in out.get("data", {}) for out in cell.outputs]
-            found.append(text + " picture" * sum(pictures))
+            shown = [out.get("data", {}) for out in cell.outputs]
+            drawn = ["image/png" in x or "<svg" in str(x.get("text/html")) for x in shown]
+            found.append(text + " picture" * sum(drawn))
     return found
 
 
