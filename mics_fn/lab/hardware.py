@@ -169,6 +169,19 @@ class Hardware:
         return cls(Topology(sizes), tuple(links), device)
 
     @classmethod
+    def read(cls, verb: str, cluster: "Hardware | str") -> "Hardware":
+        """The cluster that a verb is given, as a value or as a text.
+
+        Raises:
+          PlanError: it is neither, or nothing of that text is known.
+        """
+        if isinstance(cluster, str):
+            return cls.of(cluster)
+        fix = "pass such as mf.Hardware.of('64 x 8 h100, 8 x 400 Gbit'), or that text"
+        checks.instance(verb, "cluster", cluster, cls, "Hardware or a text", fix)
+        return cluster
+
+    @classmethod
     def load(cls, file: str | os.PathLike[str]) -> "Hardware":
         """Read the profile of a cluster that `python -m mics_fn doctor --profile FILE` wrote.
 
@@ -217,6 +230,12 @@ class Hardware:
         """The link of a level."""
         checks.choice("Hardware", "level", name, *self.topology.names)
         return self.links[self.topology.names.index(name)]
+
+    @property
+    def outermost(self) -> str:
+        """The name of the slowest level that has several ranks."""
+        wired = zip(self.topology.names, self.topology.sizes, strict=True)
+        return next((name for name, size in wired if size > 1), self.topology.names[-1])
 
     def groups(self, partition_size: int, placed: Placement = "mics") -> Groups:
         """The groups of its first rank, without processes: nothing can be sent over them.

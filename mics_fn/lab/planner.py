@@ -261,14 +261,16 @@ class Planned:
         for other in [p for p in fitting if p != chosen][:2]:
             best = self.sizes(other)[0]
             ratio = best.seconds / best.tokens * self.best.tokens / self.best.seconds
-            sent = [human_bytes(self.crossing(x, self._outermost)) for x in (best, self.best)]
-            text = f"a rank sends {sent[0]} instead of {sent[1]} over '{self._outermost}'"
+            sent = [
+                human_bytes(self.crossing(x, self.cluster.outermost)) for x in (best, self.best)
+            ]
+            text = f"a rank sends {sent[0]} instead of {sent[1]} over '{self.cluster.outermost}'"
             lines.append(f"{other} takes {ratio:.2f} of its time: {text}")
         return "; ".join(lines)
 
     def rank(self, choice: Choice) -> tuple[float, ...]:
         """What choices are sorted by; see [Note: what is ranked]."""
-        sent = 1 + self.crossing(choice, self._outermost) / choice.tokens
+        sent = 1 + self.crossing(choice, self.cluster.outermost) / choice.tokens
         score = log2(max(choice.seconds / choice.tokens, 1e-12))
         return score + 0.01 * (log2(sent) + log2(choice.partition_size)), choice.total_bytes
 
@@ -280,13 +282,8 @@ class Planned:
         names, found = self.cluster.topology.names, 0
         for comm, nbytes in choice.step.sent_bytes().items():
             level = comm.split()[-1]
-            found += nbytes * (name == (level if level in names else self._outermost))
+            found += nbytes * (name == (level if level in names else self.cluster.outermost))
         return found
-
-    @property
-    def _outermost(self) -> str:
-        names, sizes = self.cluster.topology.names, self.cluster.topology.sizes
-        return next((name for name, n in zip(names, sizes, strict=True) if n > 1), names[-1])
 
     def sizes(self, partition_size: int) -> list[Choice]:
         """The choices with this partition size, the fastest first."""
@@ -383,7 +380,7 @@ def plan(
     found = list[Choice]()
     for p in partition_sizes or valid_partition_sizes(job.cluster.topology):
         seen = set[Any]()
-        for name in placements:
+        for name in [placements] if isinstance(placements, str) else placements:
             groups = job.cluster.groups(p, name)
             facts = groups.hierarchy.route.facts
             if facts not in seen:
@@ -443,7 +440,8 @@ def _job(
     if isinstance(model, nn.Module):
         frozen = frozenset(k for k, x in model.named_parameters() if not x.requires_grad)
         model = {name: tuple(x.shape) for name, x in model.named_parameters()}
-    if not isinstance(model, Mapping) or not model:
+    shapes = model.values() if isinstance(model, Mapping) else ()
+    if not shapes or not all(isinstance(n, int) and n > 0 for shape in shapes for n in shape):
         fix = "pass a module, shapes by path, or a name of mics_fn.lab.planner.MODELS"
         raise PlanError(f"plan: model is {type(model).__name__}", fix=fix)
     if activation_bytes is None and known:
@@ -452,7 +450,7 @@ def _job(
     largest = 4 * max(map(prod, model.values()))
     auto = max(BUCKET_BYTES, -(-max(total, largest) // MOST_BUCKETS))
     return _Job(
-        *(model, frozen, Hardware.of(cluster) if isinstance(cluster, str) else cluster, tokens),
+        *(model, frozen, Hardware.read("plan", cluster), tokens),
         activation_bytes=checks.nbytes("plan", "activation_bytes", activation_bytes or 0),
         bucket_bytes=checks.nbytes("plan", "bucket_bytes", bucket_bytes or auto, 1),
     )

@@ -202,8 +202,6 @@ class _Step:
         self.uses, self.buckets, self.sizes = uses, [x.bucket for x in uses], live.sizes_of(uses)
         self.route, self.groups = groups.hierarchy.route, groups
         self.cluster, self.streams = cluster, _Streams(cluster.device)
-        wired = zip(cluster.topology.names, cluster.topology.sizes, strict=True)
-        self.outermost = next((name for name, size in wired if size > 1), "")
         self.kept = live.kept_of(uses)  # from the first fetch on
         self.peak = self.bytes = 0  # of gathered buckets, and of what a placement keeps
         self.fetched: dict[int, _Flight] = {}  # the latest of each bucket
@@ -245,7 +243,7 @@ class _Step:
 
     def _mean(self, kind: str, comm: Comm, numel: int, wire: Any, level: str = "") -> list[_Hop]:
         """An all-reduce; an exchange and an all-gather of codes, or in a fixed order."""
-        n, link, second = comm.size, self.outermost, comm.name
+        n, link, second = comm.size, self.cluster.outermost, comm.name
         if comm is self.groups.partition and self.route.levels:
             link = _link(self.route.levels[0])
         if n == 1 or not numel:
@@ -464,7 +462,7 @@ class Simulated:
 def simulate(
     schedule: Schedule,
     sizes: Sequence[int] | Sequence[Bucket],
-    cluster: Hardware,
+    cluster: Hardware | str,
     *,
     partition_size: int,
     placement: Placement = "mics",
@@ -481,7 +479,7 @@ def simulate(
       schedule: that the step follows, as `followed(trainer)` or a policy has it, or your own. One
         without fetches is a record, of which `scheduled` makes the schedule.
       sizes: the buckets of a tree, or the bytes of each of them in full, which are then trained.
-      cluster: where.
+      cluster: where; or the text of a well-known one, as `Hardware.of` reads it.
       partition_size: number of ranks that share one replica.
       placement: a name, or what places groups; see `Hardware.groups`.
       accumulate: micro-steps of the step; None counts the backward passes of the schedule.
@@ -509,6 +507,9 @@ def simulate(
       >>> found.sent_bytes()["gather node"]
       134217728
     """
+    fix = "pass a Schedule, or Schedule.parse of a text"
+    checks.instance("simulate", "schedule", schedule, Schedule, "a Schedule", fix)
+    cluster = Hardware.read("simulate", cluster)
     groups = cluster.groups(partition_size, placement)
     buckets = _buckets(sizes, groups, precision)
     step = _Step([BucketUse(x, groups, (0,) * len(x.shapes)) for x in buckets], groups, cluster)

@@ -172,6 +172,8 @@ def test_a_module_and_a_record_of_it():
     [
         ("gpt-5", {}, "plan: model='gpt-5'"),
         ([1], {}, "plan: model is list"),
+        ({"w": "x"}, {}, "plan: model is dict"),
+        (SHAPES, {"cluster": None}, "plan: cluster=None, expected Hardware"),
         (SHAPES, {"tokens": 0}, "plan: tokens=0"),
         (SHAPES, {"optimizer": "adagrad"}, "plan: optimizer='adagrad'"),
         (SHAPES, {"partition_sizes": [3]}, "partition_size=3 does not fit"),
@@ -181,7 +183,12 @@ def test_a_module_and_a_record_of_it():
 )
 def test_what_is_refused(model: Any, how: dict[str, Any], text: str):
     with pytest.raises(PlanError, match=text):
-        plan(model, SMALL, **{"tokens": 8, **how})
+        plan(model, **{"cluster": SMALL, "tokens": 8, **how})
+
+
+def test_one_placement_is_a_text_as_well():
+    one, several = (planned(SMALL, placements=x).choices for x in ("mics", ["mics"]))
+    assert [str(x) for x in one] == [str(x) for x in several]
 
 
 def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path):

@@ -426,6 +426,9 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
     cluster, record = cluster_of((2, 2)), Schedule.parse("use 0; use 1; reduce 1; reduce 0")
     one, two = [SIZE], [SIZE, SIZE]
     refused("bucket 1 has no size", record, one, cluster)
+    refused("schedule='use 0', expected a Schedule", "use 0", one, cluster)
+    refused("is no cluster that is known", record, two, "2 x 2 z80")
+    refused("simulate: cluster=.*, expected Hardware or a text", record, two, [cluster])
     own = Schedule.parse("fetch 0; use 0; use 1")
     refused("'use 1'\n  bucket 1 is not live", own, two, cluster)
     own = Schedule.parse("fetch 0; fetch 1; fetch 2; use 0")
