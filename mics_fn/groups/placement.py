@@ -30,6 +30,7 @@ from functools import partial
 from math import prod
 from typing import Literal
 
+from mics_fn import checks
 from mics_fn.errors import PlanError
 from mics_fn.groups.groups import Groups, Hierarchy
 
@@ -77,7 +78,8 @@ def place(
       is sent, and a `GradSum` 1/grads of the gradients, and also their 1/p if grads < p.
 
     Raises:
-      PlanError: no number of innermost levels has so many ranks; the text lists what there is.
+      PlanError: there is no such scheme, or no number of innermost levels has so many ranks; the
+        text lists what there is.
 
     Example:
       >>> from mics_fn import placement
@@ -88,6 +90,7 @@ def place(
     if scheme == "ddp" and groups.partition_size != 1:
         text = f"place: 'ddp' needs partition groups of 1 rank, these have {groups.partition_size}"
         raise PlanError(text, fix="pass make_groups(partition_size=1)")
+    checks.choice("place", "scheme", scheme, None, *PLACEMENTS)
     if scheme == "fsdp":
         groups = replace(groups, hierarchy=groups.flat)
     sizes = groups.hierarchy.route.sizes

@@ -254,10 +254,7 @@ class Hardware:
         """
         plan = plan_groups(self.topology, partition_size)
         made = imagined(plan, on_device=self.device.runs_ahead)
-        if not isinstance(placed, str):
-            return placed(made)
-        checks.choice("Hardware.groups", "placement", placed, *placement.PLACEMENTS)
-        return placement.place(made, placed)
+        return placement.place(made, placed) if isinstance(placed, str) else placed(made)
 
     def __str__(self) -> str:
         named = zip(self.topology.names, self.links, strict=True)

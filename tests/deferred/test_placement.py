@@ -312,6 +312,8 @@ def refused():
     for size in (2, 0, -1, 16):
         with pytest.raises(mf.errors.PlanError, match=f"params={size} ends inside a level"):
             placement.place(groups_of(Layout((4,), 4)), params=size)
+    with pytest.raises(mf.errors.PlanError, match="place: scheme='zero9', expected None, 'ddp'"):
+        placement.place(groups_of(P4), "zero9")
     with pytest.raises(mf.errors.PlanError, match="'ddp' needs partition groups of 1 rank, these"):
         placement.place(groups_of(P4), "ddp")
 

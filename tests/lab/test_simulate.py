@@ -434,7 +434,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
     own = Schedule.parse("fetch 0; fetch 1; fetch 2; use 0")
     refused("bytes would be live, of at most", own, [SIZE] * 3, cluster, live_bytes=SIZE)
     refused("partition_size=3 does not fit", record, two, cluster, partition_size=3)
-    refused("placement='zero4'", record, two, cluster, placement="zero4")
+    refused("place: scheme='zero4'", record, two, cluster, placement="zero4")
     refused("'ddp' needs partition groups of 1 rank", record, two, cluster, placement="ddp")
     refused("accumulate=2, and the schedule has 1", record, two, cluster, accumulate=2)
     refused("in no pass that is marked", Schedule.parse("use 0; reduce 0; backward"), one, cluster)
