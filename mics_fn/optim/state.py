@@ -403,7 +403,8 @@ def _stepped(state: TrainState, ahead: flat.Unpacked, home: Any, donate: bool) -
                 params = tree.map_leaves(Tensor.requires_grad_, params)
     if FOUND_INF.get() is None and after.pieces:  # a masked step is not written then
         device = after.pieces[0].device if home is None else home.device
-        shards.lose_if_aborted(params, f"opt_step at step {state.step}", device, home)
+        if _torch.is_async(device):
+            shards.lose_if_aborted(params, f"opt_step at step {state.step}", device, home)
     return TrainState(state.step + 1, params, opt, state.buffers, state.transform)
 
 

@@ -281,11 +281,9 @@ def lose_if_aborted(shards: Tree, to: str, device: torch.device, home: Any) -> N
     Args:
       shards: parameters, as a step has left them.
       to: what has written them.
-      device: that has done so; nothing happens on the CPU.
+      device: that has done so, an accelerator.
       home: the groups whose collectives they depend on; None if that is not known.
     """
-    if not _torch.is_async(device):
-        return
     leaves, spec = tree.flatten(shards, is_leaf)
     refs, pieces = [weakref.ref(leaf) for leaf in leaves], [torch.empty(0, device=device)]
 

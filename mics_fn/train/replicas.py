@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from mics_fn import checks, optim, shards, tree
+from mics_fn import _torch, checks, optim, shards, tree
 from mics_fn.collectives import levels, together
 from mics_fn.errors import DesyncError, message
 from mics_fn.tree import Tree
@@ -216,7 +216,8 @@ class ReplicaSync:
                 merged = optim.map_columns(lambda p, new: p.copy_(new), params, merged, donate=True)
                 writing.mark_donated()
         for home in dict.fromkeys(shards.homes_of("ReplicaSync.after", groups, merged)):
-            shards.lose_if_aborted(merged, "ReplicaSync.after", home.device, home)
+            if _torch.is_async(home.device):
+                shards.lose_if_aborted(merged, "ReplicaSync.after", home.device, home)
         return merged, replace(state, outer=outer)
 
     def __repr__(self) -> str:

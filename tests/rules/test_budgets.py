@@ -41,7 +41,7 @@ BUDGETS = {
     - 381
     + PLANS
     - 1_128,
-    "lines of the core": 6_001 + 349 + 46 + 24,
+    "lines of the core": 6_001 + 349 + 46 + 23,
     "lines of the longest file": 486,
     "files": 102,
     "percent of lines that import": 7.4,
