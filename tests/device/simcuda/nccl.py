@@ -12,6 +12,7 @@ that no guard sees it; of integers it is what this rank has, as if all ranks had
 """
 
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -142,10 +143,18 @@ class SimNCCL(dist.ProcessGroup):
             self._aborted, Stall.results = True, None
             torch_cuda.go_on()
 
+    def _end(self, work: Any) -> None:
+        """Wait for what gloo moves; the host of a real one does not, so an abort ends the wait."""
+        while not work.is_completed():
+            if self._aborted:
+                raise RuntimeError(f"collectives of '{self._description}' were aborted")
+            time.sleep(5e-5)
+        work.wait()
+
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         def move(source: Tensor, to: Tensor) -> None:
             parts = [torch.empty_like(source).view(-1) for _ in range(self._size)]
-            self._gloo.allgather([parts], [source.clone().view(-1)]).wait()
+            self._end(self._gloo.allgather([parts], [source.clone().view(-1)]))
             to.copy_(torch.cat(parts).view(to.shape))
 
         return self._issue("all_gather", input, output, opts, move)
@@ -167,9 +176,8 @@ class SimNCCL(dist.ProcessGroup):
     ) -> Any:
         def move(source: Tensor, to: Tensor) -> None:
             received = torch.empty_like(to)
-            self._gloo.alltoall_base(
-                received, source.clone(), list(out_sizes), list(in_sizes)
-            ).wait()
+            sizes = list(out_sizes), list(in_sizes)
+            self._end(self._gloo.alltoall_base(received, source.clone(), *sizes))
             to.copy_(received)
 
         return self._issue("all_to_all", input, output, opts, move)
@@ -178,7 +186,7 @@ class SimNCCL(dist.ProcessGroup):
         def move(source: Tensor, to: Tensor) -> None:
             value, how = source.clone(), dist.BroadcastOptions()
             how.rootRank = opts.rootRank
-            self._gloo.broadcast([value], how).wait()
+            self._end(self._gloo.broadcast([value], how))
             to.copy_(value)
 
         (tensor,) = tensors
@@ -207,7 +215,7 @@ class SimNCCL(dist.ProcessGroup):
 
     def _collected(self, source: Tensor) -> Tensor:
         parts = [torch.empty_like(source) for _ in range(self._size)]
-        self._gloo.allgather([parts], [source.clone()]).wait()
+        self._end(self._gloo.allgather([parts], [source.clone()]))
         return torch.stack(parts).to(torch.promote_types(source.dtype, torch.float32))
 
     def _issue(
