@@ -423,10 +423,9 @@ class GroupState:
 OPEN: set[GroupState] = set()  # what owns process groups, until it is closed
 
 
-def any_aborted(pieces: Sequence[torch.Tensor]) -> bool:
-    """Whether collectives of any open groups were aborted, if these lie on an accelerator."""
-    found = bool(pieces) and _torch.is_async(pieces[0].device)
-    return found and any(state.aborted for state in list(OPEN))
+def any_aborted() -> bool:
+    """Whether collectives of any open groups on an accelerator were aborted."""
+    return any(state.aborted for state in list(OPEN))
 
 
 def never_destruct() -> None:

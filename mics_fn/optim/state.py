@@ -352,7 +352,8 @@ def opt_step(state: TrainState[P], grads: Tree, *, donate: bool = False) -> Trai
     """
     ahead = flat.unpacked(grads)
     home = shards.reduction_groups(ahead.leaves) if ahead.stream is None else ahead.stream.home
-    torn = any_aborted(ahead.pieces) if home is None else home.partition.state.aborted
+    unknown = home is None and ahead.pieces and _torch.is_async(ahead.pieces[0].device)
+    torn = any_aborted() if unknown else home is not None and home.partition.state.aborted
     if torn:  # before they were there; later ones lose what is written
         text = "opt_step: collectives of these gradients may have been aborted; nothing was written"
         raise GroupsError(text, fix="compute them again, on the groups that reset gives")

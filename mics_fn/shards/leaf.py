@@ -285,13 +285,13 @@ def lose_if_aborted(shards: Tree, to: str, device: torch.device, home: Any) -> N
       home: the groups whose collectives they depend on; None if that is not known.
     """
     leaves, spec = tree.flatten(shards, is_leaf)
-    refs, pieces = [weakref.ref(leaf) for leaf in leaves], [torch.empty(0, device=device)]
+    refs = [weakref.ref(leaf) for leaf in leaves]
 
     def lose() -> None:
         _mark_donated([ref() for ref in refs], (spec, "params", to, Writing()), ())
 
     _torch.Queued(device, lose)
-    if any_aborted(pieces) if home is None else home.partition.state.aborted:
+    if any_aborted() if home is None else home.partition.state.aborted:
         lose()
 
 

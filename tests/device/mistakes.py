@@ -158,7 +158,7 @@ def _torn(name: str, *changes: Change, late: tuple[int, ...] = ()) -> Torn:
 
 _ABORT = "self._lose_queued(patience_s)\n        mesh_groups, self.mesh_groups"
 _ENDED = "ended([abort_group(x) for x in self.live()], 5.0)\n        "
-_ABORTED = "if any_aborted(pieces) if home is None else home.partition.state.aborted:"
+_ABORTED = "if any_aborted() if home is None else home.partition.state.aborted:"
 _EARLY = "self.flag = _torch.abort_flag(device).clone() if"
 _FIRST = """state = trainer.state  # first: whether its last step was taken decides the others
     member, sync, lost = trainer.member, trainer.sync_state, ""

@@ -36,7 +36,7 @@ PLANTED = [
      " if each.group in theirs[1]]", "]", "faults/test_reports.py -k earlier_process"),
     ("an evaluation begins in a step", "groups/communicator.py",
      "            if before:\n", "            if step and before:\n",
-     "train/test_trainer_reset.py -k evaluation_in_a_step"),
+     "train/test_trainer_reset.py -k or_an_evaluation"),
     ("a reset leaves the second communicator of hop 2 out", "faults/monitor.py",
      "state.completed = meeting.verdict", "pass", "faults/test_reset.py -k second_communicator"),
     ("hop 2 has a second communicator whatever it sends", "groups/make.py",

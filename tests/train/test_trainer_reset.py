@@ -225,54 +225,41 @@ def test_several_groups_by_path(ranks) -> None:
     assert all(ranks(4).run(by_path))
 
 
-def test_a_step_inside_of_a_step_is_refused():
-    """Its own gradients would be applied to parameters that they were not taken at."""
-    inside: list[bool] = []
-    groups, x = mf.make_groups(), torch.ones(1, 2)
+@pytest.mark.parametrize(
+    ("verb", "where", "text"),
+    [
+        ("step", "the loss", "a step begins inside of another one"),
+        ("eval", "the loss", "an evaluation in a step of the same groups"),
+        ("eval", "backward", "an evaluation in a step of the same groups"),
+    ],
+)
+def test_a_step_or_an_evaluation_in_a_step_is_refused(verb: str, where: str, text: str):
+    """Gradients of a step would be applied to parameters that they were not taken at; and hooks of
+    backward run on another thread on an accelerator, which could not evaluate."""
+    groups, x, inside = mf.make_groups(), torch.ones(4, 2), list[bool]()
 
-    def loss(model: Any, batch: Any) -> Any:
+    def call(*args: Any) -> None:
         if inside:
             inside.clear()
-            trainer.step(batch)
-        return model(batch).sum()
-
-    trainer = mf.Trainer(nn.Linear(2, 1), mf.optim.sgd(0.1), groups, loss=loss)
-    trainer.step(x)
-    before = trainer.params()
-    inside.append(True)
-    with pytest.raises(GroupsError, match="a step begins inside of another one"):
-        trainer.step(x)
-    same_bits(trainer.params(), before)
-    assert trainer.step(x).step == 2  # and an error here leaves the next one right
-
-
-@pytest.mark.parametrize("where", ["the loss", "backward"])
-def test_an_evaluation_in_a_step_is_refused(where: str):
-    """On an accelerator hooks of backward run on another thread, which could not evaluate."""
-    groups, x, inside = mf.make_groups(1), torch.ones(4, 2), []
-
-    def evaluate(*args: Any) -> None:
-        if inside:
-            inside.clear()
-            trainer.eval(x)
+            getattr(trainer, verb)(x)
 
     def loss(model: Any, batch: Any) -> Any:
-        hidden = model(batch)
+        found = model(batch)
         if where == "the loss":
-            evaluate()
-        elif hidden.requires_grad:
-            hidden.register_hook(evaluate)
-        return hidden.sum()
+            call()
+        elif found.requires_grad:
+            found.register_hook(call)
+        return found.sum()
 
     trainer = mf.Trainer(nn.Linear(2, 1), mf.optim.sgd(0.1), groups, loss=loss)
     trainer.step(x)
     before = trainer.params()
     inside.append(True)
-    with pytest.raises(GroupsError, match="an evaluation in a step of the same groups"):
+    with pytest.raises(GroupsError, match=text):
         trainer.step(x)
     same_bits(trainer.params(), before)
     trainer.eval(x)
-    assert trainer.step(x).step == 2
+    assert trainer.step(x).step == 2  # and an error here leaves the next one right
 
 
 # A state that is lost in a write, and what takes its place.
